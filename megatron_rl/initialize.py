@@ -4,13 +4,16 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl import platform
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Topology:
     vpp_size: int  # model chunks a pipeline stage holds, 1 without virtual pipelining
     at: Coordinates
     everyone: tuple[Coordinates, ...]  # of every global rank
-    groups: ProcessGroupCollection
+    groups: "ProcessGroupCollection"
     cpu_group: dist.ProcessGroup  # gloo over the world: small host tensors and objects
     device: torch.device
 
@@ -70,6 +73,7 @@ def initialize(
     Raises ValueError where the world size that torchrun started is not tp x pp x dp.
     """
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
