@@ -25,7 +25,9 @@ from megatron_rl.logprobs import Head
 from megatron_rl.models.gpt import forward
 
 Plan = list[list[list[int]]]  # of every data-parallel rank: its micro-batches, each a list of sequences
-Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]  # (head output, micro-batch) -> (loss, metrics)
+Loss = Callable[
+    [Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]
+]  # (head output, micro-batch) -> (loss, metrics)
 Progress = Callable[[], None]  # called after each micro-batch
 
 
@@ -58,7 +60,9 @@ def _run_schedule(
     """megatron-core's schedule for this layout; gives what the last stage collected, in micro-batch order."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    schedule = get_forward_backward_func(pp_size=topology.pp_size, vp_size=topology.vpp_size if len(chunks) > 1 else None)
+    schedule = get_forward_backward_func(
+        pp_size=topology.pp_size, vp_size=topology.vpp_size if len(chunks) > 1 else None
+    )
     return schedule(
         forward_step_func=forward_step,
         data_iterator=[iter(micros) for _ in chunks],

@@ -195,7 +195,7 @@ def remax(inputs: AdvantageInputs) -> Advantages:
 
 
 def opo(inputs: AdvantageInputs) -> Advantages:
-    """On-policy optimal baseline, OPO (arXiv 2505.23585), equation 6: R - sum(length R) / sum(length) in the group."""
+    """Optimal reward baseline, OPO (arXiv 2505.23585), section 3.2: R - sum(length R) / sum(length) of the group."""
     rewards_B = _totals(inputs)
     lengths_B = inputs.mask_BR.sum(1).double()
     weighted = _groups(rewards_B * lengths_B, inputs.group_B).mean_B

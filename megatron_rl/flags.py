@@ -1,0 +1,276 @@
+"""Every command-line flag, by group: Megatron's names where Megatron has one. Units and meaning stand in the help.
+
+A table: two lines a flag, so the formatter leaves it alone.
+"""
+# fmt: off
+
+import argparse
+from typing import Any
+
+Group = Any  # argparse's _ArgumentGroup, which it does not export
+
+
+class _KeyValues(argparse.Action):
+    """key=value ... -> dict; values are read as YAML scalars, so 0.9 is a float and true a bool."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[override]
+        import yaml
+
+        merged = dict(getattr(namespace, self.dest) or {})
+        for item in values:
+            key, equals, text = item.partition("=")
+            if not equals or not key:
+                parser.error(f"{option_string} wants key=value, got {item!r}")
+            merged[key.replace("-", "_")] = yaml.safe_load(text)
+        setattr(namespace, self.dest, merged)
+
+
+def _switch(group: Group, flag: str, default: bool, text: str) -> None:
+    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+
+
+def _positive(kind: type, text: str, zero: bool = False) -> Any:
+    value = kind(text)
+    if value < 0 or (value == 0 and not zero) or value != value:
+        raise argparse.ArgumentTypeError(f"{text} is not {'at least' if zero else 'above'} 0")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    return _positive(int, text)
+
+
+def count0(text: str) -> int:
+    """A whole number of at least 0."""
+    return _positive(int, text, zero=True)
+
+
+def amount(text: str) -> float:
+    """A number above 0."""
+    return _positive(float, text)
+
+
+def amount0(text: str) -> float:
+    """A number of at least 0."""
+    return _positive(float, text, zero=True)
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _model(group: Group) -> None:
+    add = group.add_argument
+    add("--hf-model", required=True, metavar="DIR",
+        help="Hugging Face folder of the policy: its config.json is the only description of the model")
+    add("--transformer-impl", default="local", choices=["local", "transformer_engine"],
+        help="layers from megatron-core alone, or from transformer-engine where it is installed")
+    add("--transformer-config", nargs="+", action=_KeyValues, default={}, metavar="KEY=VALUE",
+        help="any field of megatron-core's TransformerConfig")
+    _switch(group, "--bf16", True,
+        "weights and activations in bfloat16 with float32 master weights; --no-bf16 trains in float32")
+    add("--recompute-granularity", choices=["full", "selective"], default=None,
+        help="recompute activations in the backward pass: whole layers, or core attention alone")
+    add("--recompute-num-layers", type=count, default=1,
+        help="layers of one recomputed unit, with --recompute-granularity full")
+
+
+def _layout(group: Group) -> None:
+    add = group.add_argument
+    add("--tensor-model-parallel-size", type=count, default=1, metavar="N",
+        help="ranks that share each layer in training")
+    add("--pipeline-model-parallel-size", type=count, default=1, metavar="N",
+        help="stages the layers are cut into in training")
+    add("--num-virtual-stages-per-pipeline-rank", type=count, default=1, metavar="N",
+        help="model chunks a stage holds (interleaved schedule)")
+    add("--expert-model-parallel-size", type=count, default=1, metavar="N",
+        help="ranks that share the experts of a mixture-of-experts model")
+    _switch(group, "--sequence-parallel", False,
+        "cut the sequence over the tensor-parallel ranks between layers")
+    add("--distributed-timeout-minutes", type=amount, default=10, metavar="MIN",
+        help="minutes after which a collective that does not return fails")
+    add("--world-size", type=count, default=None, metavar="N",
+        help="number of ranks to assume, with --dry-run alone; otherwise torchrun says")
+
+
+def _optimizer(group: Group) -> None:
+    add = group.add_argument
+    add("--lr", type=amount0, default=1e-6, help="peak learning rate of the policy, per optimizer step")
+    add("--min-lr", type=amount0, default=0.0, help="learning rate at the end of the decay")
+    add("--lr-decay-style", default="constant", choices=["constant", "linear", "cosine"],
+        help="shape of the decay after warm-up")
+    add("--lr-decay-iters", type=count, default=None, metavar="N",
+        help="optimizer steps until --min-lr; default: the whole run")
+    add("--lr-warmup-iters", type=count0, default=0, metavar="N",
+        help="optimizer steps of linear warm-up from 0")
+    add("--weight-decay", type=amount0, default=0.0, help="decoupled weight decay of matrices (AdamW)")
+    add("--adam-beta1", type=fraction, default=0.9, help="decay of the first moment")
+    add("--adam-beta2", type=fraction, default=0.95, help="decay of the second moment")
+    add("--adam-eps", type=amount, default=1e-8, help="added to the root of the second moment")
+    add("--clip-grad", type=amount0, default=1.0, metavar="NORM",
+        help="largest global gradient norm; 0 does not clip")
+    _switch(group, "--use-distributed-optimizer", True,
+        "shard optimizer state and master weights over data-parallel ranks")
+    _switch(group, "--overlap-grad-reduce", False, "reduce gradients while the backward pass still runs")
+    _switch(group, "--skip-non-finite-steps", False,
+        "skip and count optimizer steps whose gradient norm is not finite, instead of stopping")
+
+
+def _batches(group: Group) -> None:
+    add = group.add_argument
+    add("--global-batch-size", type=count, default=None, metavar="N",
+        help="sequences of one optimizer step, over all ranks; default: the whole rollout batch (PPO), 32 pairs "
+             "(DPO)")
+    add("--micro-batch-size", type=count, default=None, metavar="N",
+        help="sequences of a micro-batch at most; default: as many as the token budget holds")
+    add("--max-tokens-per-micro-batch", type=count, default=4096, metavar="N",
+        help="tokens of a micro-batch at most; sequences are packed without padding")
+    add("--logprob-chunk-tokens", type=count, default=1024, metavar="N",
+        help="tokens whose logits exist at one time")
+    add("--seed", type=count0, default=1234, help="seed of data order, sampling and new heads")
+
+
+def _run(group: Group) -> None:
+    add = group.add_argument
+    add("--output-dir", default="output", metavar="DIR",
+        help="metrics.jsonl, TensorBoard events, samples and the exported HF folders go here")
+    add("--log-samples", type=count0, default=2, metavar="N",
+        help="samples of each step that samples.jsonl keeps")
+    _switch(group, "--progress", True, "progress bars inside long stages (rank 0)")
+    _switch(group, "--verbose", False, "let megatron-core and vLLM log what they like")
+    _switch(group, "--save-hf", True, "write the trained model as an HF folder at the end of the run")
+    add("--dry-run", action="store_true", help="parse, validate, print layout and batch arithmetic, and exit")
+
+
+def _data(group: Group) -> None:
+    add = group.add_argument
+    add("--train-data", nargs="+", required=True, metavar="FILE", help="jsonl, json, parquet or arrow files")
+    add("--data-weights", nargs="+", type=amount, default=None, metavar="W",
+        help="one weight per file of --train-data: how often its rows are drawn")
+    add("--apply-chat-template", action=argparse.BooleanOptionalAction, default=True,
+        help="render prompts (chat lists, or text as one user message) with the tokenizer's chat template")
+    add("--system-prompt", default=None, metavar="TEXT",
+        help="system message put before every chat prompt that has none")
+    add("--max-prompt-length", type=count, default=512, metavar="N", help="tokens of a prompt at most")
+    add("--overlong-prompts", default="filter", choices=["filter", "truncate"],
+        help="what happens to longer prompts: left out, or cut from the left; both are counted")
+    add("--dataset-class", default=None, metavar="FILE.py:CLASS",
+        help="a data set of your own: __len__ and __getitem__ -> row, built with the list of --train-data")
+    _switch(group, "--shuffle", True, "a new order each epoch, by --seed")
+    _switch(group, "--drop-last", True,
+        "leave out the last partial batch of an epoch; --no-drop-last trains on it")
+
+
+def _prompts(group: Group) -> None:
+    add = group.add_argument
+    add("--prompt-key", default="prompt", metavar="KEY",
+        help="key of the prompt in a row: a text or a list of messages")
+    add("--label-key", default="label", metavar="KEY",
+        help="key of the reference answer that rules compare with")
+
+
+def _rollout(group: Group) -> None:
+    add = group.add_argument
+    add("--train-iters", type=count, default=100, metavar="N",
+        help="steps of the run; a step is one rollout and the updates on it")
+    add("--rollout-batch-size", type=count, default=64, metavar="N", help="prompts of a step, over all ranks")
+    add("--n-samples-per-prompt", type=count, default=1, metavar="N",
+        help="responses generated for each prompt")
+    add("--rollout-tensor-parallel-size", type=count, default=None, metavar="N",
+        help="ranks that share one vLLM engine; default: the training's tensor parallel size")
+    add("--max-response-length", type=count, default=512, metavar="N", help="tokens of a response at most")
+    add("--min-response-length", type=count0, default=0, metavar="N",
+        help="tokens before which EOS cannot be sampled")
+    add("--temperature", type=amount, default=1.0,
+        help="sampling temperature; the trainer divides its logits by it too")
+    add("--top-p", type=fraction, default=1.0,
+        help="nucleus sampling mass; below 1 the importance ratio is no longer exact")
+    add("--top-k", type=int, default=-1,
+        help="sample among the k likeliest tokens; -1: all. Otherwise the importance ratio is no longer exact")
+    add("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end a response")
+    add("--kv-cache-gb", type=amount, default=None, metavar="GB",
+        help="KV cache of each rank's engine in GB; default: 0.5 on the CPU, what fits beside the models on a GPU")
+    add("--rollout-weights", default="alias", choices=["alias", "copy"],
+        help="alias: the engine reads the trainer's memory where the bytes agree; copy: it has its own")
+    add("--reshard-bucket-mb", type=amount, default=256, metavar="MB",
+        help="size of a transfer buffer of the weight sync in MB")
+    add("--verify-weights", default="first", choices=["never", "first", "every"],
+        help="compare digests of the trainer's and the engine's weights after the sync")
+    add("--vllm-args", nargs="+", action=_KeyValues, default={}, metavar="KEY=VALUE",
+        help="any argument of vLLM's engine, such as enforce_eager=true max_num_seqs=64")
+
+
+def _rewards(group: Group) -> None:
+    add = group.add_argument
+    add("--reward", nargs="+", default=[], metavar="RULE",
+        help="rules that give the reward, each NAME or FILE.py:FUNCTION, with =WEIGHT behind it where it is not 1")
+    add("--reward-config", default=None, metavar="FILE.yaml",
+        help="rules chosen by data_source, instead of --reward")
+    add("--reward-workers", type=count0, default=0, metavar="N",
+        help="processes of each rank that run rules; 0: in the training process, without a time limit")
+    add("--reward-timeout", type=amount, default=60, metavar="S", help="seconds one sample's rule may take")
+
+
+def _algorithm(group: Group) -> None:
+    add = group.add_argument
+    from megatron_rl.algorithms.advantages import ADVANTAGES
+    from megatron_rl.algorithms.kl import KL_ESTIMATORS
+    from megatron_rl.algorithms.losses import AGGREGATIONS, POLICY_LOSSES
+
+    add("--advantage-estimator", default="gae", choices=list(ADVANTAGES),
+        help="how rewards become advantages; gae alone has a critic")
+    add("--gamma", type=fraction, default=1.0, help="discount per token")
+    add("--gae-lambda", type=fraction, default=0.95, help="GAE's lambda: 0 is one-step, 1 Monte Carlo")
+    add("--policy-loss", default="ppo", choices=list(POLICY_LOSSES), help="the policy's objective")
+    add("--clip-low", type=amount, default=0.2, help="the ratio is clipped below 1 - this")
+    add("--clip-high", type=amount, default=0.2, help="the ratio is clipped above 1 + this")
+    add("--dual-clip", type=amount, default=None, metavar="C",
+        help="bound the loss of negative advantages by C times the advantage; default: off")
+    add("--loss-aggregation", default="token-mean", choices=list(AGGREGATIONS),
+        help="what one optimizer step averages over")
+    add("--loss-fixed-length", type=count, default=None, metavar="N",
+        help="the divisor in tokens of --loss-aggregation seq-mean-token-sum-norm; default: --max-response-length")
+    add("--update-epochs", type=count, default=1, metavar="N", help="passes over each rollout batch")
+    add("--entropy-coef", type=amount0, default=0.0, help="weight of the entropy bonus")
+    add("--kl-coef", type=amount0, default=0.0,
+        help="weight of the KL to the reference; 0: no reference is loaded")
+    add("--kl-in", default="reward", choices=["reward", "loss"], help="where the KL acts")
+    add("--kl-estimator", default="k1", choices=list(KL_ESTIMATORS), help="estimator of the KL per token")
+    add("--kl-target", type=amount, default=None, metavar="NATS",
+        help="adapt --kl-coef so that the KL per sequence is this; default: fixed")
+    add("--kl-horizon", type=count, default=10000, metavar="N",
+        help="sequences over which an adaptive --kl-coef acts")
+
+
+def _critic(group: Group) -> None:
+    add = group.add_argument
+    add("--critic-hf-model", default=None, metavar="DIR",
+        help="folder the critic starts from; default: the policy's, with a new head")
+    add("--reference-hf-model", default=None, metavar="DIR",
+        help="folder of the reference; default: the policy's")
+    add("--critic-lr", type=amount0, default=None, help="peak learning rate of the critic; default: --lr")
+    add("--critic-warmup-iters", type=count0, default=0, metavar="N",
+        help="first steps in which only the critic learns")
+    add("--value-clip", type=amount, default=0.2, help="new values are clipped to old ones +- this")
+
+
+SHARED = {
+    "model": _model,
+    "layout": _layout,
+    "optimizer": _optimizer,
+    "batches": _batches,
+    "data": _data,
+    "run": _run,
+}
+PPO = SHARED | {
+    "prompts": _prompts,
+    "rollout": _rollout,
+    "rewards": _rewards,
+    "algorithm": _algorithm,
+    "critic and reference": _critic,
+}

@@ -1,0 +1,85 @@
+"""One rollout: prompts dealt to the engine replicas, responses gathered so that every rank holds all samples."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.batch import Prompt, Response, Sample
+from megatron_rl.initialize import Topology
+from megatron_rl.rollout.engine import Engine, GenerateRequest, SamplingOptions
+
+
+def sample_seed(seed: int, step: int, sample: int) -> int:
+    """The seed of one sample: the same on all ranks of a replica, different for every sample, step and run seed."""
+    digest = hashlib.sha256(f"{seed}/{step}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+
+
+def deal(prompts: int, n: int, replicas: int) -> list[list[int]]:
+    """Sample numbers (prompt * n + k) of each replica: a prompt's samples stay together where there are enough prompts."""
+    if prompts >= replicas:
+        return [[p * n + k for p in range(r, prompts, replicas) for k in range(n)] for r in range(replicas)]
+    return [list(range(r, prompts * n, replicas)) for r in range(replicas)]
+
+
+def collect(
+    engine: Engine, prompts: list[Prompt], n: int, options: SamplingOptions, seed: int, step: int, topology: Topology
+) -> list[Sample]:
+    """n samples of each prompt, in order, equal on every rank. Ranks of a replica generate the same requests together."""
+    dealt = deal(len(prompts), n, engine.num_replicas)
+    mine = dealt[engine.replica]
+    requests = [GenerateRequest(prompts[i // n].token_ids, sample_seed(seed, step, i)) for i in mine]
+    responses = engine.generate(requests, options)
+    speaks = engine.tp_rank == 0
+    packed = _Packed.of(mine, responses) if speaks else _Packed.of([], [])
+    everything: dict[int, Response] = {}
+    for part in packed.all_gather(topology):
+        everything |= part.responses()
+    assert len(everything) == len(prompts) * n, f"{len(everything)} of {len(prompts) * n} samples came back"
+    return [Sample(prompts[i // n], everything[i], group=i // n) for i in range(len(prompts) * n)]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Responses as two flat tensors, so that gathering them serialises no objects."""
+
+    integers: Tensor  # int64: per response (sample number, length, truncated, version), then all token ids
+    logprobs: Tensor  # float32 [tokens]
+    count: int
+
+    @staticmethod
+    def of(numbers: list[int], responses: list[Response]) -> "_Packed":
+        heads = [
+            [i, len(r.token_ids), int(r.truncated), r.weight_version] for i, r in zip(numbers, responses, strict=True)
+        ]
+        tokens = [t for r in responses for t in r.token_ids]
+        integers = torch.tensor([x for head in heads for x in head] + tokens, dtype=torch.int64)
+        return _Packed(integers, torch.tensor([x for r in responses for x in r.logprobs]).float(), len(responses))
+
+    def all_gather(self, topology: Topology) -> list["_Packed"]:
+        sizes = torch.tensor([len(self.integers), len(self.logprobs), self.count])
+        all_sizes = [torch.zeros_like(sizes) for _ in range(topology.world_size)]
+        dist.all_gather(all_sizes, sizes, group=topology.cpu_group)
+        widest = torch.stack(all_sizes).amax(0).tolist()
+        gathered = []
+        for mine, width in ((self.integers, widest[0]), (self.logprobs, widest[1])):
+            padded = torch.zeros(width, dtype=mine.dtype)
+            padded[: len(mine)] = mine
+            parts = [torch.empty_like(padded) for _ in range(topology.world_size)]
+            dist.all_gather(parts, padded, group=topology.cpu_group)
+            gathered.append(parts)
+        rows = zip(all_sizes, *gathered, strict=True)
+        return [_Packed(i[: int(s[0])], f[: int(s[1])], int(s[2])) for s, i, f in rows]
+
+    def responses(self) -> dict[int, Response]:
+        heads = self.integers[: 4 * self.count].view(-1, 4).tolist()
+        tokens, logprobs, at = self.integers[4 * self.count :].tolist(), self.logprobs.tolist(), 0
+        found = {}
+        for number, length, truncated, version in heads:
+            part = slice(at, at + length)
+            found[number] = Response(tuple(tokens[part]), tuple(logprobs[part]), bool(truncated), version)
+            at += length
+        return found

@@ -1,0 +1,65 @@
+import torch
+from pytest import mark
+
+from megatron_rl.logprobs import LogprobOptions, VocabShard, chunked_logprobs
+
+
+def _reference(hidden, weight, labels, temperature, real):
+    logits = (hidden @ weight.t())[:, :real] / temperature
+    logp = logits.log_softmax(-1)
+    return torch.stack((logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(1)))
+
+
+@mark.parametrize("chunk", [1, 7, 64])
+@mark.parametrize("temperature", [1.0, 0.6])
+def test_equal_the_plain_formula_with_gradients(chunk, temperature):
+    """Values and gradients equal torch's log_softmax in float64, whatever the chunk; padding columns have no mass."""
+    torch.manual_seed(0)
+    hidden = torch.randn(29, 12, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(40, 12, dtype=torch.float64, requires_grad=True)
+    labels, real = torch.randint(0, 33, (29,)), 33
+    want = _reference(hidden, weight, labels, temperature, real)
+    got = chunked_logprobs(
+        hidden.float(), weight.float(), labels, LogprobOptions(temperature, chunk), VocabShard(0, real, None)
+    )
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
+    pull = torch.randn(2, 29, dtype=torch.float64)
+    want_grads = torch.autograd.grad((want * pull).sum(), (hidden, weight))
+    for got_grad, want_grad in zip(torch.autograd.grad((got * pull).sum(), (hidden, weight)), want_grads, strict=True):
+        torch.testing.assert_close(got_grad, want_grad, atol=2e-5, rtol=1e-5)
+    assert (
+        float(got[0].exp().max()) <= 1
+        and (
+            torch.autograd.grad(
+                chunked_logprobs(
+                    hidden.float(),
+                    weight.float(),
+                    labels,
+                    LogprobOptions(temperature, chunk),
+                    VocabShard(0, real, None),
+                ).sum(),
+                weight,
+            )[0][real:]
+            == 0
+        ).all()
+    )
+
+
+def test_large_logits_stay_finite():
+    """Logits of +-1e4 give finite log-probabilities, entropies and gradients."""
+    hidden = torch.full((3, 4), 50.0, requires_grad=True)
+    weight = torch.stack((torch.full((4,), 50.0), torch.full((4,), -50.0), torch.zeros(4)))
+    out = chunked_logprobs(hidden, weight, torch.tensor([0, 1, 2]), LogprobOptions(), VocabShard(0, 3, None))
+    out.sum().backward()
+    assert out.isfinite().all() and hidden.grad.isfinite().all()
+    torch.testing.assert_close(out[0], torch.tensor([0.0, -20000.0, -10000.0]))
+
+
+def test_without_entropy_the_row_is_zero_and_logprobs_are_the_same():
+    """entropy=False changes nothing but the entropy row."""
+    torch.manual_seed(1)
+    hidden, weight, labels = torch.randn(9, 8), torch.randn(20, 8), torch.randint(0, 20, (9,))
+    shard = VocabShard(0, 20, None)
+    full = chunked_logprobs(hidden, weight, labels, LogprobOptions(), shard)
+    bare = chunked_logprobs(hidden, weight, labels, LogprobOptions(entropy=False), shard)
+    assert torch.equal(full[0], bare[0]) and not bare[1].any() and full[1].all()
