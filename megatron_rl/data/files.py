@@ -1,4 +1,4 @@
-"""Rows from parquet, json, jsonl and arrow files, and from a user's own data set.
+"""Rows from parquet, json, jsonl and arrow files, and from a user's own dataset class.
 
 Nothing is dropped here: whatever is not a row of the asked form is a ValueError that names file, row and key.
 """
@@ -6,7 +6,7 @@ Nothing is dropped here: whatever is not a row of the asked form is a ValueError
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +33,10 @@ class Row:
 
 
 class CustomDataset(Protocol):
-    """What the Class of `file.py:Class` provides; it is made without arguments."""
+    """What the class of --dataset-class provides."""
+
+    def __init__(self, files: list[str]) -> None:
+        """`files` is what --train-data names."""
 
     def __len__(self) -> int: ...
 
@@ -42,24 +45,25 @@ class CustomDataset(Protocol):
         ...
 
 
-def read_rows(source: str, flag: str = "--train-data") -> list[Row]:
-    """All rows of a file, in order. `source` is a path, or `file.py:Class` for a CustomDataset."""
-    if ".py:" in source:
-        rows = _custom_rows(source, flag)
-    else:
-        path = Path(source)
-        reader = _READERS.get(path.suffix)
-        if reader is None:
-            known = ", ".join(_READERS)
-            raise ValueError(
-                f"{source}: cannot read a {path.suffix or 'file without a suffix'}; known are {known} and "
-                f"file.py:Class (change {flag})"
-            )
-        if not path.is_file():
-            raise ValueError(f"{source}: no such file (change {flag})")
-        rows = reader(source, flag)
+def read_sources(files: Sequence[str], dataset_class: str | None, flag: str) -> list[list[Row]]:
+    """The rows of each file; those of a dataset class (file.py:Class) stand as if they were one file."""
+    if dataset_class is not None:
+        return [_custom_rows(dataset_class, list(files))]
+    return [read_rows(file, flag) for file in files]
+
+
+def read_rows(file: str, flag: str = "--train-data") -> list[Row]:
+    """All rows of a file, in order."""
+    path = Path(file)
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        found = f"{path.suffix} file" if path.suffix else "file without a suffix"
+        raise ValueError(f"{file}: cannot read a {found}; known are {', '.join(_READERS)} (change {flag})")
+    if not path.is_file():
+        raise ValueError(f"{file}: no such file (change {flag})")
+    rows = reader(file, flag)
     if not rows:
-        raise ValueError(f"{source}: holds no rows (change {flag})")
+        raise ValueError(f"{file}: holds no rows (change {flag})")
     return rows
 
 
@@ -92,14 +96,17 @@ def _load_module(path: Path, spec: str, flag: str) -> ModuleType:
     return module
 
 
-def _custom_rows(spec: str, flag: str) -> list[Row]:
-    dataset = load_object(spec, flag)()
+def _custom_rows(spec: str, files: list[str]) -> list[Row]:
+    flag = "--dataset-class"
+    dataset = load_object(spec, flag)(files)
     rows = []
     for index in range(len(dataset)):
         values = dataset[index]
         if not isinstance(values, Mapping):
             raise ValueError(f"{spec}, row {index + 1}: is a {type(values).__name__}, not a dict (change {flag})")
         rows.append(Row(spec, index + 1, values))
+    if not rows:
+        raise ValueError(f"{spec}: holds no rows (change {flag})")
     return rows
 
 

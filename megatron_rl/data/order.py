@@ -42,7 +42,9 @@ class Ordered[T]:
     def next_batch(self, n: int) -> list[T]:
         """The next n items. At the end of an epoch the rest is one smaller list, or is left out with drop_last."""
         if self._drop_last and n > len(self):
-            raise ValueError(f"the data has {len(self)} rows, a batch {n}, and --drop-last-batch leaves none of them")
+            raise ValueError(
+                f"the data has {len(self)} rows, a batch {n}, and --drop-last leaves none of them (give --no-drop-last or a smaller batch)"
+            )
         remaining = len(self) - self.position
         if remaining < (n if self._drop_last else 1):
             self._go_to(self.epoch + 1, 0)
@@ -92,9 +94,9 @@ def _counts(sizes: list[int], weights: tuple[float, ...]) -> list[int]:
     if not weights:
         return sizes
     if len(weights) != len(sizes):
-        raise ValueError(f"{len(weights)} --train-data-weights for {len(sizes)} --train-data files")
+        raise ValueError(f"{len(weights)} --data-weights for {len(sizes)} --train-data files")
     if not all(0 < w < float("inf") for w in weights):
-        raise ValueError(f"--train-data-weights {weights}: each must be positive")
+        raise ValueError(f"--data-weights {weights}: each must be positive")
     exact = [sum(sizes) * w / sum(weights) for w in weights]
     counts = [int(e) for e in exact]
     by_remainder = sorted(range(len(sizes)), key=lambda i: (counts[i] - exact[i], i))

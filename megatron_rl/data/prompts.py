@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.batch import Prompt
-from megatron_rl.data.files import Row, read_rows
+from megatron_rl.data.files import Row, read_sources
 from megatron_rl.data.order import Ordered
 from megatron_rl.data.text import TextFormat, as_prompt_chat, check_text
 
@@ -14,17 +14,18 @@ from megatron_rl.data.text import TextFormat, as_prompt_chat, check_text
 class PromptOptions:
     """What the data flags say."""
 
-    files: tuple[str, ...]  # paths, or file.py:Class
+    files: tuple[str, ...]
     max_prompt_length: int  # tokens, BOS and chat template included
     prompt_key: str = "prompt"
-    label_key: str | None = None  # every row must have it; rules find it under "label"
-    apply_chat_template: bool = False
+    label_key: str = "label"  # rules find its value under "label"; another key must be in every row
+    apply_chat_template: bool = True
     system_prompt: str | None = None
     overlong: str = "filter"  # or "truncate": from the left, BOS kept
+    dataset_class: str | None = None  # file.py:Class, see files.CustomDataset
     weights: tuple[float, ...] = ()  # one a file; empty: every row once an epoch
     seed: int = 1234
     shuffle: bool = True
-    drop_last: bool = False  # the last, smaller batch of an epoch
+    drop_last: bool = True  # the last, smaller batch of an epoch
     flag: str = "--train-data"  # the one that named the files, for messages
 
     def __post_init__(self) -> None:
@@ -78,8 +79,7 @@ def load_prompts(options: PromptOptions, tokenizer: Any) -> PromptDataset:
     form = TextFormat(tokenizer, options.apply_chat_template, options.system_prompt)
     form.check()
     prompts, first, filtered, truncated = [], 0, 0, 0
-    for file in options.files:
-        rows = read_rows(file, options.flag)
+    for rows in read_sources(options.files, options.dataset_class, options.flag):
         loaded = _file_prompts(rows, first, form, options)
         kept = [_fit(p, form, options) for p in loaded]
         over = sum(len(p.token_ids) > options.max_prompt_length for p in loaded)
@@ -88,7 +88,7 @@ def load_prompts(options: PromptOptions, tokenizer: Any) -> PromptDataset:
         prompts.append([p for p in kept if p is not None])
         if not prompts[-1]:
             raise ValueError(
-                f"{file}: all {len(rows)} prompts are longer than --max-prompt-length {options.max_prompt_length} "
+                f"{rows[0].file}: all {len(rows)} prompts are longer than --max-prompt-length {options.max_prompt_length} "
                 f"(the shortest has {min(len(p.token_ids) for p in loaded)} tokens)"
             )
         first += len(rows)
@@ -118,8 +118,9 @@ def _prompt_text(row: Row, form: TextFormat, options: PromptOptions) -> str:
     return text
 
 
-def _with_label(row: Row, label_key: str | None) -> Mapping[str, Any]:
-    return row.values if label_key is None else {**row.values, "label": row.get(label_key, "--label-key")}
+def _with_label(row: Row, label_key: str) -> Mapping[str, Any]:
+    """The row; the label stands under "label" too. Rows without one are an error once a rule asks for it."""
+    return row.values if label_key == "label" else {**row.values, "label": row.get(label_key, "--label-key")}
 
 
 def _fit(prompt: Prompt, form: TextFormat, options: PromptOptions) -> Prompt | None:

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from megatron_rl.data.files import read_rows
+from megatron_rl.data.files import read_rows, read_sources
 
 ROWS = [{"prompt": "one", "n": 1}, {"prompt": "two \u2028 lines", "n": 2}]
 
@@ -61,14 +61,16 @@ def test_bad_files_are_named(tmp_path, name, content, words):
 
 
 def test_custom_dataset(tmp_path):
-    """file.py:Class gives its rows; a class that is not there and a row that is no dict are named."""
+    """A dataset class is made with the files and gives its rows; a missing class or a row that is no dict is named."""
     file = tmp_path / "mine.py"
     file.write_text(
-        "class Good:\n    def __len__(self): return 2\n    def __getitem__(self, i): return {'prompt': f'p{i}'}\n"
+        "class Good:\n    def __init__(self, files): self.files = files\n    def __len__(self): return 2\n"
+        "    def __getitem__(self, i): return {'prompt': self.files[i]}\n"
         "class Bad(Good):\n    def __getitem__(self, i): return 'text'\n"
     )
-    assert [r.values["prompt"] for r in read_rows(f"{file}:Good")] == ["p0", "p1"]
-    with pytest.raises(ValueError, match=re.escape("Bad, row 1: is a str, not a dict")):
-        read_rows(f"{file}:Bad")
+    (rows,) = read_sources(["a", "b"], f"{file}:Good", "--train-data")
+    assert [r.values["prompt"] for r in rows] == ["a", "b"]
+    with pytest.raises(ValueError, match=re.escape("Bad, row 1: is a str, not a dict (change --dataset-class)")):
+        read_sources(["a", "b"], f"{file}:Bad", "--train-data")
     with pytest.raises(ValueError, match="has no 'Nothing'; it has Good, Bad"):
-        read_rows(f"{file}:Nothing")
+        read_sources([], f"{file}:Nothing", "--train-data")

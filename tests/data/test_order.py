@@ -70,7 +70,7 @@ def test_weights_mix_files():
         assert sum(i < 30 for i in epoch) == 10
         counts.update(epoch)
     assert {counts[i] for i in range(30)} == {1} and {counts[i] for i in range(30, 40)} == {9}
-    with pytest.raises(ValueError, match="1 --train-data-weights for 2"):
+    with pytest.raises(ValueError, match="1 --data-weights for 2"):
         Ordered(files(1, 1), 5, (1.0,))
     with pytest.raises(ValueError, match="must be positive"):
         Ordered(files(1, 1), 5, (1.0, 0.0))

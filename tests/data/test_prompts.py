@@ -14,7 +14,7 @@ def save(tmp_path, rows, name="a.jsonl"):
 
 
 def load(tmp_path, tokenizer, rows, **options):
-    options = {"max_prompt_length": 100, "shuffle": False} | options
+    options = {"max_prompt_length": 100, "shuffle": False, "apply_chat_template": False} | options
     return load_prompts(PromptOptions((save(tmp_path, rows),), **options), tokenizer)
 
 
@@ -108,7 +108,7 @@ def test_bad_options_are_named(tmp_path, make_tokenizer):
 def test_indices_count_over_files_and_a_restored_data_set_goes_on(tmp_path, tokenizer):
     """Sample ids count rows over all files and are the same in every epoch; a restored run sees the same ones."""
     files = tuple(save(tmp_path, [{"prompt": f"{n}{i}"} for i in range(4)], f"{n}.jsonl") for n in "xy")
-    options = PromptOptions(files, max_prompt_length=9, seed=3)
+    options = PromptOptions(files, max_prompt_length=9, apply_chat_template=False, seed=3, drop_last=False)
     data = load_prompts(options, tokenizer)
     assert [(p.index, p.row["prompt"]) for p in data.prompts[3:5]] == [(3, "x3"), (4, "y0")]
     data.next_batch(5)
