@@ -20,11 +20,10 @@ MAX_SCRIPT_LINES = {"train_ppo.py": 250, "train_dpo.py": 200}
 # A module imports only from modules to its left, from leaves, and from its own folder. Leaves import leaves alone.
 LEAVES = ("batch", "platform", "failure", "weights.arch", "weights.layouts")
 ORDER = (
-    *("flags", "arguments", "initialize", "data", "logprobs", "models", "weights"),
-    *("rollout", "rewards", "algorithms", "step", "checkpoint", "metrics"),
+    *("initialize", "data", "logprobs", "models", "weights", "rollout", "rewards", "algorithms"),
+    *("flags", "arguments", "step", "objectives", "roles", "checkpoint", "metrics"),
 )
-# The flags' choices and checks belong to modules on the right, from which these two import inside functions.
-DEFERRED = ("flags", "arguments")
+FLAG_MODULES = ("flags", "arguments")
 PURE = ("batch", "algorithms.*", "weights.arch", "weights.layouts", "weights.plan")  # no megatron, no vllm
 
 
@@ -53,20 +52,20 @@ def modules() -> dict[str, Path]:
     return {module_name(path): path for path in python_files("megatron_rl")}
 
 
-def imports(node: ast.AST, nested: bool = True) -> Iterator[tuple[ast.stmt, str]]:
-    """(statement, dotted name) of all that is imported; `from a import b` gives a.b. Type checking counts too."""
+def imports(node: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """(statement, dotted name) of all that is imported, inside functions too; `from a import b` gives a.b."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((child, alias.name) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             yield from ((child, f"{child.module or ''}.{alias.name}") for alias in child.names)
-        elif nested or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from imports(child, nested)
+        else:
+            yield from imports(child)
 
 
-def own_imports(path: Path, nested: bool = True) -> Iterator[tuple[ast.stmt, str]]:
+def own_imports(path: Path) -> Iterator[tuple[ast.stmt, str]]:
     """Like imports(), of our modules alone, as names of modules()."""
-    for statement, name in imports(tree(path), nested):
+    for statement, name in imports(tree(path)):
         top, _, rest = name.partition(".")
         if top != "megatron_rl" or not rest:
             continue
@@ -115,7 +114,7 @@ def test_imports_point_left():
     """A module imports only from modules to its left in ORDER, from leaves and from its own folder."""
     wrong = []
     for name, path in modules().items():
-        for statement, target in own_imports(path, nested=name not in DEFERRED):
+        for statement, target in own_imports(path):
             same_folder = "." in name and target.partition(".")[0] == name.partition(".")[0]
             leaf_breaks = name in LEAVES and target not in LEAVES
             if leaf_breaks or not (target in LEAVES or same_folder or place(target) < place(name)):
@@ -124,8 +123,8 @@ def test_imports_point_left():
 
 
 def test_no_import_cycles():
-    """No module imports itself through others, inside functions included (flags and arguments aside)."""
-    graph = {n: {t for _, t in own_imports(p, nested=n not in DEFERRED)} - {n} for n, p in modules().items()}
+    """No module imports itself through others, inside functions included."""
+    graph = {name: {target for _, target in own_imports(path)} - {name} for name, path in modules().items()}
     while free := [name for name, targets in graph.items() if not targets & graph.keys()]:
         for name in free:
             del graph[name]
@@ -168,7 +167,7 @@ def test_flag_count():
     """There are at most 140 command-line flags: a new one should replace one, or be a key of --vllm-args."""
     flags = {
         argument.value
-        for name in DEFERRED
+        for name in FLAG_MODULES
         if name in modules()
         for node in ast.walk(tree(modules()[name]))
         if isinstance(node, ast.Call)
