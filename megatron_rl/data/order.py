@@ -43,7 +43,8 @@ class Ordered[T]:
         """The next n items. At the end of an epoch the rest is one smaller list, or is left out with drop_last."""
         if self._drop_last and n > len(self):
             raise ValueError(
-                f"the data has {len(self)} rows, a batch {n}, and --drop-last leaves none of them (give --no-drop-last or a smaller batch)"
+                f"the data has {len(self)} rows, a batch {n}, and --drop-last leaves none of them "
+                "(give --no-drop-last or a smaller batch)"
             )
         remaining = len(self) - self.position
         if remaining < (n if self._drop_last else 1):

@@ -88,8 +88,8 @@ def load_prompts(options: PromptOptions, tokenizer: Any) -> PromptDataset:
         prompts.append([p for p in kept if p is not None])
         if not prompts[-1]:
             raise ValueError(
-                f"{rows[0].file}: all {len(rows)} prompts are longer than --max-prompt-length {options.max_prompt_length} "
-                f"(the shortest has {min(len(p.token_ids) for p in loaded)} tokens)"
+                f"{rows[0].file}: all {len(rows)} prompts are longer than --max-prompt-length "
+                f"{options.max_prompt_length} (the shortest has {min(len(p.token_ids) for p in loaded)} tokens)"
             )
         first += len(rows)
     return PromptDataset(prompts, options, filtered, truncated)

@@ -20,7 +20,8 @@ class TextFormat:
     def check(self) -> None:
         if self.apply_chat_template and not self.tokenizer.chat_template:
             raise ValueError(
-                "--apply-chat-template: the tokenizer of --hf-model has no chat template (give --no-apply-chat-template)"
+                "--apply-chat-template: the tokenizer of --hf-model has no chat template "
+                "(give --no-apply-chat-template)"
             )
         if self.system_prompt is not None and not self.apply_chat_template:
             raise ValueError("--system-prompt needs --apply-chat-template")
