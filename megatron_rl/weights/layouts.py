@@ -259,6 +259,19 @@ def megatron_blocks(
     return tuple(params)
 
 
+def megatron_shards(
+    dims: Dims,
+    layout: TrainLayout,
+    coordinates: Iterable[tuple[int, int, int]],
+    role: Role = "lm",
+    transformer_impl: TransformerImpl = "local",
+) -> tuple[list[tuple[Param, ...]], list[int]]:
+    """(tp, pp, ep) of every global rank -> the parameters of each kind of rank once, and each rank's index there."""
+    index: dict[tuple[int, int, int], int] = {}
+    of_rank = [index.setdefault(at, len(index)) for at in coordinates]
+    return [megatron_blocks(dims, layout, *at, role, transformer_impl) for at in index], of_rank
+
+
 def _instances(row: Row, layers: tuple[int, ...], experts: range) -> Iterator[tuple[int, int]]:
     """(layer, expert) of each parameter that the row stands for, as Megatron counts them in a chunk."""
     for i in range(len(layers)) if "{i}" in row.megatron else (0,):
