@@ -6,7 +6,7 @@
 # Further flags go to train_ppo.py and win over those below. DRY_RUN=1 checks everything without a GPU and prints the layout.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-: "${HF_MODEL:?the Hugging Face folder of the model}" "${TRAIN_DATA:?a jsonl, json, parquet or arrow file of prompts}"
+: "${HF_MODEL:?the Hugging Face folder of the model}" "${TRAIN_DATA:?the file of prompts: jsonl, json, parquet or arrow}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor parallelism: communication is launched in the order of the code
 
