@@ -132,6 +132,8 @@ def megatron() -> Iterator[None]:
     if device_type() == "cuda" or _Shim.depth:
         yield
         return
+    # before anything is swapped: importing them compiles functions, and torch.compile indexes torch.cuda as it is then
+    import megatron.core.models.gpt  # noqa: F401
     import megatron.core.tensor_parallel.random as megatron_random
 
     _Shim.depth += 1

@@ -261,8 +261,8 @@ def transformer_config(hf: HFConfig, sizes: Sizes, options: ModelOptions) -> "Tr
         for key in overrides.keys() & fixed.keys():
             if fixed[key] != overrides[key]:
                 raise ValueError(
-                    f"--transformer-config {key}={options.overrides[key]} contradicts {fixed[key]!r}, which comes from "
-                    "the model's config.json and the parallel layout"
+                    f"--transformer-config {key}={options.overrides[key]} contradicts {fixed[key]!r}, which comes "
+                    "from the model's config.json and the parallel layout"
                 )
         chosen |= overrides
         return TransformerConfig(**{**fixed, **chosen})
