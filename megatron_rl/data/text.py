@@ -53,6 +53,20 @@ class TextFormat:
         adds = self.tokenizer("a")["input_ids"][:1] == [bos]
         return [_one_bos(ids, bos, adds) for ids in encoded]
 
+    def encode_completions(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of each completion, ending with the template's end-of-turn mark or else with EOS; none for no text.
+
+        White space that a template writes behind the mark is left off: generation stops before it.
+        """
+        marks = tuple(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        cut = [text.rstrip() if text.rstrip().endswith(marks) else text for text in texts]
+        encoded = self.encode(cut)
+        ends = (
+            ids if text.endswith(marks) else (*ids, self.tokenizer.eos_token_id)
+            for text, ids in zip(cut, encoded, strict=True)
+        )
+        return [ids if text.strip() else () for text, ids in zip(texts, ends, strict=True)]
+
     def shorten(self, ids: tuple[int, ...], limit: int) -> tuple[int, ...]:
         """The last `limit` ids of a prompt, its BOS kept in front."""
         if ids[:1] == (self.tokenizer.bos_token_id,) and limit > 1:
