@@ -1,0 +1,171 @@
+"""Executes a plan: local copies, and flat buckets between ranks.
+
+Everything is laid out once (views, buckets, the rounds in which they travel); a sync is then batched copies into and
+out of preallocated buffers and one batch of point-to-point calls a round, while the next round is packed.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl import platform
+from megatron_rl.weights.plan import Move, Plan
+from megatron_rl.weights.rects import Rect
+
+ALIGN = 16  # bytes; a bucket's share of one peer starts at a multiple
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one execution of a plan did on this rank."""
+
+    bytes_received: int
+    bytes_permuted: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Packet:
+    """This rank's traffic with one peer in one round."""
+
+    peer: int
+    params: list[Tensor]  # views of parameters
+    packed: list[Tensor]  # views of the buffer, of the same shapes
+    flat: Tensor  # the bytes of the buffer that travel
+
+
+class Transport:
+    """A plan bound to this rank's tensors. Build it anew where one of them moved to other memory."""
+
+    def __init__(
+        self, plan: Plan, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], bucket_bytes: int
+    ) -> None:
+        pairs = [(view(targets[c.dst.param], c.dst), view(sources[c.src.param], c.src)) for c in plan.copies]
+        self.into = [into if into.ndim >= of.ndim else into.view(of.shape) for into, of in pairs]
+        self.of = [of if of.ndim >= into.ndim else of.view(into.shape) for into, of in pairs]
+        self.zeros = [view(targets[rect.param], rect) for rect in plan.zeros]
+        device = next(iter(targets.values())).device
+        peers = max(len({m.peer for m in plan.sends}), len({m.peer for m in plan.receives}))
+        share = bucket_bytes // max(1, _highest(peers, device)) // ALIGN * ALIGN
+        self.sends = _rounds(plan.sends, sources, share, device)
+        self.receives = _rounds(plan.receives, targets, share, device)
+        self.bytes_permuted = sum(t.nbytes for t in self.into)
+        self.bytes_received = sum(m.flat.nbytes for packets in self.receives for m in packets)
+
+    def run(self) -> Moved:
+        """Brings every target up to date with the sources of all ranks. Collective over the ranks that exchange."""
+        platform.synchronize()
+        started = time.perf_counter()
+        travelling = self._post(0)
+        if self.into:
+            torch._foreach_copy_(self.into, self.of)
+        if self.zeros:
+            torch._foreach_zero_(self.zeros)
+        for number in range(max(len(self.sends), len(self.receives))):
+            ahead = self._post(number + 1)  # its buffers are free: round number - 1 is sent and unpacked
+            for work in travelling:
+                work.wait()
+            for packet in _of(self.receives, number):
+                torch._foreach_copy_(packet.params, packet.packed)
+            travelling = ahead
+        platform.synchronize()
+        return Moved(self.bytes_received, self.bytes_permuted, time.perf_counter() - started)
+
+    def _post(self, number: int) -> list[dist.Work]:
+        for packet in _of(self.sends, number):
+            torch._foreach_copy_(packet.packed, packet.params)
+        operations = [dist.P2POp(dist.irecv, m.flat, m.peer) for m in _of(self.receives, number)]
+        operations += [dist.P2POp(dist.isend, m.flat, m.peer) for m in _of(self.sends, number)]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+def view(tensor: Tensor, rect: Rect) -> Tensor:
+    """The elements of a contiguous tensor that `rect` names: a vector where they are contiguous, else a matrix."""
+    assert tensor.is_contiguous(), f"{rect.param} is not contiguous"
+    start = tensor.storage_offset() + rect.offset
+    if rect.rows == 1 or rect.stride == rect.cols:
+        return tensor.detach().as_strided((rect.rows * rect.cols,), (1,), start)
+    return tensor.detach().as_strided((rect.rows, rect.cols), (rect.stride, 1), start)
+
+
+def _of(rounds: list[list[_Packet]], number: int) -> list[_Packet]:
+    return rounds[number] if number < len(rounds) else []
+
+
+def _highest(peers: int, device: torch.device) -> int:
+    """The largest number of peers that any rank has; also makes NCCL's communicator, which needs every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return peers
+    highest = torch.tensor([peers], device=device)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return int(highest)
+
+
+def _rounds(
+    moves: Sequence[Move], tensors: Mapping[str, Tensor], share: int, device: torch.device
+) -> list[list[_Packet]]:
+    """Cuts what goes to each peer into packets of at most `share` bytes; round r holds the r-th packet of each.
+
+    Both ends of a pair list rectangles of the same shapes in the same order, so they cut alike.
+    """
+    rounds: list[list[_Packet]] = []
+    by_peer: dict[int, list[Rect]] = {}
+    for move in moves:
+        by_peer.setdefault(move.peer, []).append(move.rect)
+    for peer, of_peer in sorted(by_peer.items()):
+        packets = list(_cut(of_peer, tensors, share))
+        largest = max(sum(_nbytes(rect, tensors) for rect in rects) for rects in packets)
+        buffers = torch.empty(min(2, len(packets)), largest, dtype=torch.uint8, device=device)
+        for number, rects in enumerate(packets):
+            if len(rounds) <= number:
+                rounds.append([])
+            rounds[number].append(_packet(peer, rects, tensors, buffers[number % 2]))
+    return rounds
+
+
+def _packet(peer: int, rects: list[Rect], tensors: Mapping[str, Tensor], buffer: Tensor) -> _Packet:
+    params, packed, at = [], [], 0
+    for rect in rects:
+        params.append(view(tensors[rect.param], rect))
+        size = _nbytes(rect, tensors)
+        packed.append(buffer[at : at + size].view(params[-1].dtype).view(params[-1].shape))
+        at += size
+    return _Packet(peer, params, packed, buffer[:at])
+
+
+def _nbytes(rect: Rect, tensors: Mapping[str, Tensor]) -> int:
+    return rect.rows * rect.cols * tensors[rect.param].element_size()
+
+
+def _cut(rects: Sequence[Rect], tensors: Mapping[str, Tensor], share: int) -> Iterator[list[Rect]]:
+    packet, used = [], 0
+    # wide elements first, so that every view into a buffer of bytes is aligned
+    for rect in sorted(rects, key=lambda r: -tensors[r.param].element_size()):
+        for piece in _pieces(rect, share // tensors[rect.param].element_size()):
+            size = _nbytes(piece, tensors)
+            if packet and used + size > share:
+                yield packet
+                packet, used = [], 0
+            packet.append(piece)
+            used += size
+    if packet:
+        yield packet
+
+
+def _pieces(rect: Rect, most: int) -> Iterator[Rect]:
+    """Cuts a rectangle into rectangles of at most `most` elements: by rows, and within a row where one is too long."""
+    assert most > 0, "a bucket holds at least one element"
+    cols = min(rect.cols, most)
+    rows = max(1, most // rect.cols)
+    for row in range(0, rect.rows, rows):
+        for col in range(0, rect.cols, cols):
+            yield replace(
+                rect,
+                offset=rect.offset + row * rect.stride + col,
+                rows=min(rows, rect.rows - row),
+                cols=min(cols, rect.cols - col),
+            )
