@@ -124,6 +124,7 @@ def quiet(verbose: bool | None = None) -> None:
         logging.getLogger(name).setLevel(logging.NOTSET if verbose else logging.ERROR)
     if not verbose:
         warnings.filterwarnings("ignore", module=r".*megatron[./]core")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # collectives' old names
 
 
 @contextlib.contextmanager
@@ -170,8 +171,8 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def _done(self, *args: Any) -> None:
-        pass
+    def _done(self, *args: Any) -> "_Stream":
+        return self
 
     wait_stream = wait_event = synchronize = record_event = record = wait = _done
 
@@ -188,7 +189,8 @@ def _answers() -> list[tuple[Any, str, Any]]:
         # the optimizers compare param.type() with 'torch.cuda.FloatTensor'
         if dtype is not None:
             return tensor_type(self, dtype, *args, **kwargs)
-        return tensor_type(self).replace("torch.", "torch.cuda.")
+        name = tensor_type(self)  # under a function mode this comes back here
+        return name if "cuda" in name else name.replace("torch.", "torch.cuda.")
 
     def identity(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
