@@ -85,7 +85,7 @@ install() {
     settings=$(pip_settings_for_uv)
     eval "$settings"
     .venv/bin/uv pip install --python .venv/bin/python --override requirements-cpu-overrides.txt -r requirements-cpu.txt
-    .venv/bin/python -c 'import torch, transformers, megatron.core, vllm' ||
+    .venv/bin/python -W ignore -c 'import torch, transformers, megatron.core, vllm' ||
         fail "the packages were installed but do not import (above); remove .venv and try again"
     echo "$WANTED" >"$STAMP"
     echo "setup_env: .venv is ready"
