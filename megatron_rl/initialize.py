@@ -59,10 +59,13 @@ class Topology:
 
 
 def coordinates(rank: int, world_size: int, tp: int, pp: int, ep: int = 1) -> Coordinates:
-    """megatron-core's default order tp-cp-ep-dp-pp, with cp 1 and ep a division of dp."""
+    """megatron-core's default order tp-cp-ep-dp-pp, with cp 1.
+
+    Expert-parallel ranks divide the TP x DP ranks of a stage; with EP over 1 experts are not cut over TP, so that
+    neighbouring ranks, those of one TP group too, hold different experts.
+    """
     dp = world_size // (tp * pp)
-    dp_rank = rank // tp % dp
-    return Coordinates(tp=rank % tp, pp=rank // (tp * dp), dp=dp_rank, ep=dp_rank % ep)
+    return Coordinates(tp=rank % tp, pp=rank // (tp * dp), dp=rank // tp % dp, ep=rank % (tp * dp) % ep)
 
 
 def initialize(
@@ -103,6 +106,7 @@ def initialize(
     everyone = tuple(coordinates(r, world_size, tp, pp, ep) for r in range(world_size))
     at = everyone[rank]
     assert (groups.tp.rank(), groups.pp.rank(), groups.dp.rank()) == (at.tp, at.pp, at.dp), "megatron's rank order"
+    assert groups.ep.rank() == at.ep, "megatron's order of expert-parallel ranks"
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
