@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import megatron_rl
+from megatron_rl.models.config import HFConfig, Sizes, check_layout, check_length
+
 
 class _Formatter(argparse.HelpFormatter):
     """Every help text ends with its default."""
@@ -21,9 +23,12 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def build_parser(prog: str, groups: dict[str, Any]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, formatter_class=_Formatter, allow_abbrev=False)
+    usage = f"torchrun --nproc_per_node N {prog} --hf-model DIR --train-data FILE [flags]"
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, formatter_class=_Formatter, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megatron_rl {megatron_rl.__version__}")
-    parser.add_argument("--config", metavar="FILE.yaml", help="defaults for any flag: 'flag-name: value' lines; flags on the command line win")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="defaults for any flag, 'flag-name: value' lines; the command line wins"
+    )
     for name, add_flags in groups.items():
         add_flags(parser.add_argument_group(name))
     return parser
@@ -32,7 +37,7 @@ def build_parser(prog: str, groups: dict[str, Any]) -> argparse.ArgumentParser:
 def parse(prog: str, groups: dict[str, Any], argv: Sequence[str]) -> argparse.Namespace:
     """argv -> namespace. Unknown flags, values and config keys end the program with one line (exit code 2)."""
     parser = build_parser(prog, groups)
-    config, _ = argparse.ArgumentParser(add_help=False, allow_abbrev=False), None
+    config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config.add_argument("--config")
     path = config.parse_known_args(argv)[0].config
     argv = [*(_config_flags(parser, path) if path else []), *argv]
@@ -76,3 +81,119 @@ def _config_flags(parser: argparse.ArgumentParser, path: str) -> list[str]:
         elif value is not None:
             flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return flags
+
+
+def world_size(args: argparse.Namespace) -> int:
+    """torchrun's number of ranks; --world-size in a dry run."""
+    running = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.world_size is None:
+        return running
+    if not args.dry_run:
+        raise ValueError(f"--world-size {args.world_size} goes with --dry-run; torchrun started {running} ranks")
+    return args.world_size
+
+
+def layout_sizes(args: argparse.Namespace) -> Sizes:
+    return Sizes(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.num_virtual_stages_per_pipeline_rank,
+        ep=args.expert_model_parallel_size,
+    )
+
+
+def check_files(paths: Sequence[str], flag: str) -> None:
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ValueError(f"{flag} {path}: no such file")
+
+
+def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
+    """What PPO and DPO check before a model is loaded. ValueError with the numbers and the flag to change."""
+    ranks, sizes = world_size(args), layout_sizes(args)
+    if ranks % (sizes.tp * sizes.pp):
+        raise ValueError(
+            f"{ranks} ranks are not a multiple of --tensor-model-parallel-size {sizes.tp} x "
+            f"--pipeline-model-parallel-size {sizes.pp}: start {sizes.tp * sizes.pp} or a multiple (--nproc_per_node)"
+        )
+    data_parallel = ranks // (sizes.tp * sizes.pp)
+    if data_parallel % sizes.ep:
+        raise ValueError(
+            f"--expert-model-parallel-size {sizes.ep} does not divide the {data_parallel} data-parallel ranks"
+        )
+    check_layout(hf, sizes, args.sequence_parallel)
+    if args.dataset_class is None:
+        check_files(args.train_data, "--train-data")
+    if args.data_weights is not None and len(args.data_weights) != len(args.train_data):
+        raise ValueError(f"{len(args.data_weights)} --data-weights for {len(args.train_data)} --train-data files")
+
+
+def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
+    """validate_shared, and what rollout and PPO add."""
+    from megatron_rl.algorithms.advantages import NEEDS_GROUPS
+
+    validate_shared(args, hf)
+    if hf.head != "lm":
+        raise ValueError(f"--hf-model {args.hf_model}: a policy is a causal language model, this one has a value head")
+    ranks, longest = world_size(args), args.max_prompt_length + args.max_response_length
+    lengths = f"--max-prompt-length {args.max_prompt_length} + --max-response-length {args.max_response_length}"
+    check_length(hf, longest, f"{lengths} with {args.hf_model}")
+    if longest > args.max_tokens_per_micro_batch:
+        raise ValueError(
+            f"{lengths} = {longest} tokens do not fit --max-tokens-per-micro-batch {args.max_tokens_per_micro_batch}"
+        )
+    if args.min_response_length > args.max_response_length:
+        raise ValueError(
+            f"--min-response-length {args.min_response_length} is above --max-response-length "
+            f"{args.max_response_length}"
+        )
+    rollout_tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size
+    if ranks % rollout_tp:
+        raise ValueError(f"--rollout-tensor-parallel-size {rollout_tp} does not divide the {ranks} ranks")
+    if hf.heads % rollout_tp:
+        raise ValueError(f"--rollout-tensor-parallel-size {rollout_tp} does not divide {hf.heads} attention heads")
+    _validate_batches(args)
+    if args.n_samples_per_prompt < 2 and args.advantage_estimator in NEEDS_GROUPS:
+        raise ValueError(
+            f"--advantage-estimator {args.advantage_estimator} compares the samples of a prompt: "
+            f"--n-samples-per-prompt {args.n_samples_per_prompt} must be at least 2"
+        )
+    if bool(args.reward) == bool(args.reward_config):
+        raise ValueError("give either --reward or --reward-config" + (", not both" if args.reward else ""))
+    if args.reward_config:
+        check_files([args.reward_config], "--reward-config")
+    if args.dual_clip is not None and args.dual_clip <= 1:
+        raise ValueError(f"--dual-clip {args.dual_clip} must be above 1")
+    if args.kl_in == "loss" and args.kl_coef and args.kl_estimator == "k1":
+        raise ValueError("--kl-estimator k1 has no gradient on average as a loss: with --kl-in loss take k2 or k3")
+    if args.old_logprobs == "rollout" and args.rollout_correction != "none":
+        raise ValueError(
+            f"--rollout-correction {args.rollout_correction} corrects what --old-logprobs rollout has in its ratio "
+            "already: leave one of them out"
+        )
+    if args.kl_target is not None and not args.kl_coef:
+        raise ValueError(f"--kl-target {args.kl_target} adapts --kl-coef, which is 0")
+
+
+def _validate_batches(args: argparse.Namespace) -> None:
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    step = args.global_batch_size or samples
+    if samples % step:
+        raise ValueError(
+            f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} = "
+            f"{samples} samples are not a multiple of --global-batch-size {step}"
+        )
+
+
+def sampling_warnings(args: argparse.Namespace) -> list[str]:
+    """What changes the sampling distribution without the trainer knowing of it."""
+    changed = [f"--top-p {args.top_p}"] if args.top_p < 1 else []
+    changed += [f"--top-k {args.top_k}"] if args.top_k > 0 else []
+    changed += [f"--min-response-length {args.min_response_length}"] if args.min_response_length else []
+    if not changed:
+        return []
+    return [
+        f"{' and '.join(changed)}: responses are drawn from a truncated distribution, while the trainer's "
+        "log-probabilities are those of the whole one. The importance ratio of the policy loss compares trainer with "
+        "trainer and stays exact, but samples are off-policy by what was cut; correction/* shows by how much."
+    ]

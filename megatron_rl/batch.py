@@ -69,6 +69,7 @@ class Batch:
     values_BR: Tensor | None = None  # the critic's value of the state before each response token
     advantages_BR: Tensor | None = None
     returns_BR: Tensor | None = None
+    correction_BR: Tensor | None = None  # importance weights of the rollout correction, detached
     weights_BR: Tensor | None = None  # the loss is sum(term * weight): weights hold mask, aggregation and count
 
     def __len__(self) -> int:
@@ -133,10 +134,20 @@ class MicroBatch:
     values_K: Tensor | None = None
     advantages_K: Tensor | None = None
     returns_K: Tensor | None = None
+    correction_K: Tensor | None = None
     weights_K: Tensor | None = None
 
 
-COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "weights")
+COLUMNS = (
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "advantages",
+    "returns",
+    "correction",
+    "weights",
+)
 
 
 def pack(batch: Batch, index: list[int], device: torch.device, multiple: int = 1) -> MicroBatch:

@@ -139,6 +139,8 @@ def _run(group: Group) -> None:
     add = group.add_argument
     add("--output-dir", default="output", metavar="DIR",
         help="metrics.jsonl, TensorBoard events, samples and the exported HF folders go here")
+    add("--show-samples", type=count0, default=0, metavar="N",
+        help="print greedy responses to the first N prompts before and after the run")
     add("--log-samples", type=count0, default=2, metavar="N",
         help="samples of each step that samples.jsonl keeps")
     _switch(group, "--progress", True, "progress bars inside long stages (rank 0)")
@@ -219,6 +221,7 @@ def _rewards(group: Group) -> None:
 def _algorithm(group: Group) -> None:
     add = group.add_argument
     from megatron_rl.algorithms.advantages import ADVANTAGES
+    from megatron_rl.algorithms.corrections import IMPORTANCE_LEVELS
     from megatron_rl.algorithms.kl import KL_ESTIMATORS
     from megatron_rl.algorithms.losses import AGGREGATIONS, POLICY_LOSSES
 
@@ -243,6 +246,17 @@ def _algorithm(group: Group) -> None:
     add("--kl-estimator", default="k1", choices=list(KL_ESTIMATORS), help="estimator of the KL per token")
     add("--kl-target", type=amount, default=None, metavar="NATS",
         help="adapt --kl-coef so that the KL per sequence is this; default: fixed")
+    add("--old-logprobs", default="trainer", choices=["trainer", "rollout"],
+        help="the ratio's denominator: a pass of the trainer, or the engine's own log-probabilities (saves the pass)")
+    add("--rollout-correction", default="none", choices=list(IMPORTANCE_LEVELS),
+        help="importance weights of trainer over engine probabilities on the policy loss, per token or per response")
+    add("--rollout-correction-threshold", type=amount, default=2.0, metavar="C",
+        help="those weights are truncated to at most this")
+    _switch(group, "--rollout-correction-normalize", False,
+        "divide them by their mean over the rollout batch")
+    add("--rollout-reject", nargs="+", default=[], metavar="NAME:BOUNDS",
+        help="leave out of the loss what lies outside: token_k1:0.5:2 keeps tokens with 0.5 <= ratio <= 2; "
+             "seq_mean_k1 bounds a response's geometric mean, seq_sum_k1 its product, *_k2:HIGH the estimates")
     add("--kl-horizon", type=count, default=10000, metavar="N",
         help="sequences over which an adaptive --kl-coef acts")
 

@@ -1,6 +1,6 @@
-"""Log-probabilities and entropy of a vocabulary-parallel model, in chunks, so that no [tokens, vocabulary] tensor lives.
+"""Vocabulary-parallel log-probabilities and entropy, in chunks, so that no [tokens, vocabulary] tensor lives.
 
-Shape suffixes: K response tokens, C tokens of one chunk, H hidden size, v this TP rank's slice of the padded vocabulary.
+Shape suffixes: K response tokens, C tokens of one chunk, H hidden size, v this TP rank's slice of the vocabulary.
 """
 
 from collections.abc import Callable

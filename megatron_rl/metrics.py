@@ -4,10 +4,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron_rl.step import StepReport
 
 # name -> (unit, meaning): what metrics.jsonl and TensorBoard hold. Logging another name is an error.
 METRICS: dict[str, tuple[str, str]] = {
@@ -15,48 +17,62 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/std": ("1", "standard deviation of those rewards"),
     "reward/min": ("1", "smallest of those rewards"),
     "reward/max": ("1", "largest of those rewards"),
-    "reward/zero_variance_groups": (
-        "fraction",
-        "prompts whose samples all got the same reward (no learning signal with group estimators)",
-    ),
+    "reward/equal_groups": ("fraction", "samples whose group got equal rewards: no signal for group estimators"),
     "rollout/samples": ("samples", "responses generated"),
     "rollout/tokens": ("tokens", "response tokens generated"),
     "rollout/length_mean": ("tokens", "mean response length"),
     "rollout/truncated": ("fraction", "responses that the length limit ended"),
     "rollout/seconds": ("s", "time of the generation"),
     "rollout/tokens_per_second": ("tokens/s", "response tokens over that time, all ranks together"),
-    "sync/bytes_received": ("B", "weights this rank got from others, busiest rank"),
-    "sync/bytes_permuted": ("B", "weights copied within a rank because their order differs, busiest rank"),
-    "sync/bytes_aliased": ("B", "engine weights that are the trainer's own memory, rank 0"),
-    "sync/seconds": ("s", "time of the weight sync, slowest rank"),
+    "sync/bytes_received": ("B", "weights that rank 0 got from others"),
+    "sync/bytes_permuted": ("B", "weights copied within rank 0 because their order differs"),
+    "sync/bytes_aliased": ("B", "engine weights of rank 0 that are the trainer's own memory"),
+    "sync/seconds": ("s", "time of the weight sync"),
+    "correction/kl": ("nats", "k1 estimate of KL(rollout || trainer) per token"),
+    "correction/kl_k3": ("nats", "k3 estimate of it"),
+    "correction/ppl_ratio": ("1", "perplexity of the responses to the trainer over that to the engine"),
+    "correction/chi2_token": ("1", "mean of (p_trainer / p_rollout)^2 - 1 over tokens"),
+    "correction/chi2_seq": ("1", "the same over responses"),
     "correction/logprob_diff_mean": ("nats", "mean |log p_trainer - log p_rollout| over response tokens"),
     "correction/logprob_diff_max": ("nats", "largest |log p_trainer - log p_rollout|"),
-    "correction/prob_diff_mean": ("1", "mean |p_trainer - p_rollout| (others call under 0.005 good, over 0.01 bad)"),
-    "correction/k3": ("nats", "k3 estimate of KL(rollout || trainer) per token"),
-    "policy/loss": ("1", "policy objective with entropy bonus and KL, mean over the step's optimizer steps"),
-    "policy/grad_norm": ("1", "global gradient norm before clipping, mean over optimizer steps"),
-    "policy/clip_fraction": ("fraction", "tokens whose ratio was clipped"),
-    "policy/approx_kl": ("nats", "k3 estimate of KL(old policy || policy) per token during the update"),
-    "policy/ratio_mean": ("1", "mean importance ratio; 1 in the first optimizer step"),
-    "policy/entropy": ("nats", "mean entropy of the policy per response token"),
-    "policy/learning_rate": ("1", "learning rate of the last optimizer step"),
-    "policy/skipped_steps": ("steps", "optimizer steps skipped because the gradient was not finite"),
-    "critic/loss": ("1", "value loss, mean over optimizer steps"),
-    "critic/grad_norm": ("1", "global gradient norm before clipping, mean over optimizer steps"),
-    "critic/clip_fraction": ("fraction", "tokens whose value was clipped"),
-    "critic/explained_variance": ("1", "1 - Var(returns - values) / Var(returns) of the rollout batch"),
-    "critic/learning_rate": ("1", "learning rate of the last optimizer step"),
-    "critic/skipped_steps": ("steps", "optimizer steps skipped because the gradient was not finite"),
-    "kl/ref_mean": ("nats", "KL estimate to the reference per response token"),
-    "kl/ref_sequence": ("nats", "KL estimate to the reference per response"),
-    "kl/coef": ("1", "coefficient of that KL"),
+    "correction/prob_diff_mean": ("1", "mean |p_trainer - p_rollout|: under 0.005 is good, over 0.01 bad"),
+    "correction/prob_diff_max": ("1", "largest |p_trainer - p_rollout|"),
+    "correction/effective_sample_size": ("fraction", "1 / mean((w / mean w)^2) of the importance weights w"),
+    "correction/truncated": ("fraction", "importance weights that were truncated"),
+    "correction/rejected_tokens": ("fraction", "tokens that --rollout-reject left out"),
+    "correction/rejected_sequences": ("fraction", "responses of which it left nothing"),
+    "kl/token": ("nats", "KL estimate to the reference per response token, before the update"),
+    "kl/response": ("nats", "KL estimate to the reference per response, before the update"),
+    "kl/coef": ("1", "coefficient of the KL in this step"),
     "advantage/mean": ("1", "mean advantage over response tokens"),
     "advantage/std": ("1", "standard deviation of the advantages"),
-    "update/seconds": ("s", "time of log-prob passes and optimizer steps"),
-    "update/tokens_per_second": ("tokens/s", "prompt and response tokens trained over that time, all ranks together"),
+    "policy/loss": ("1", "policy objective with entropy bonus and KL, mean over the step's optimizer steps"),
+    "policy/grad_norm": ("1", "global gradient norm before clipping, mean over optimizer steps"),
+    "policy/learning_rate": ("1", "learning rate of the last optimizer step"),
+    "policy/skipped_steps": ("steps", "optimizer steps skipped because the gradient was not finite"),
+    "policy/ratio": ("1", "mean importance ratio, mean over optimizer steps; 1 in the first"),
+    "policy/clip_fraction": ("fraction", "tokens whose ratio was clipped, mean over optimizer steps"),
+    "policy/clip_fraction_low": ("fraction", "of them by the lower bound"),
+    "policy/clip_fraction_high": ("fraction", "of them by the upper bound"),
+    "policy/dual_clip_fraction": ("fraction", "tokens bounded by --dual-clip"),
+    "policy/approx_kl": ("nats", "k1 estimate of KL(old policy || policy) per token during the update"),
+    "policy/approx_kl_k3": ("nats", "k3 estimate of it"),
+    "policy/entropy": ("nats", "mean entropy of the policy per response token, before the update"),
+    "policy/kl": ("nats", "KL estimate to the reference in the loss, mean over optimizer steps"),
+    "critic/loss": ("1", "value loss, mean over optimizer steps"),
+    "critic/grad_norm": ("1", "global gradient norm before clipping, mean over optimizer steps"),
+    "critic/learning_rate": ("1", "learning rate of the last optimizer step"),
+    "critic/skipped_steps": ("steps", "optimizer steps skipped because the gradient was not finite"),
+    "critic/value": ("1", "mean value"),
+    "critic/return": ("1", "mean return, the critic's target"),
+    "critic/value_error": ("1", "mean squared difference of value and return"),
+    "critic/value_clip_fraction": ("fraction", "tokens whose value was clipped"),
+    "critic/explained_variance": ("1", "1 - Var(return - value) / Var(return) of the rollout batch"),
+    "update/seconds": ("s", "time of log-prob passes, advantages and optimizer steps"),
+    "update/tokens_per_second": ("tokens/s", "prompt and response tokens over that time, all ranks together"),
     "step/seconds": ("s", "time of the whole step"),
     "step/epoch": ("epochs", "passes over the prompts begun so far"),
-    "memory/peak_gb": ("GB", "most memory held on the device so far, busiest rank (resident memory on the CPU)"),
+    "memory/peak_gb": ("GB", "most device memory so far on rank 0 (resident memory on the CPU)"),
 }
 RULE_PREFIX = "reward/rule/"  # + rule name: mean of that rule, unweighted
 
@@ -93,19 +109,41 @@ class Recorder:
             self._tensorboard.flush()
         self.values = {}
 
+    def print(self, text: str) -> None:
+        """A line from rank 0."""
+        if self.writing:
+            print(text, flush=True)
+
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Appends rows to samples.jsonl."""
         if self.writing and rows:
             with open(os.path.join(self.folder, "samples.jsonl"), "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
+    @property
+    def shows_bars(self) -> bool:
+        return self.writing and self.progress and sys.stderr.isatty()
+
+    def updates(self, reports: Mapping[str, Sequence[StepReport]]) -> None:
+        """One line and the metrics of the optimizer steps of each role: means over them."""
+        for role, steps in reports.items():
+            if not steps:
+                continue
+            skipped = sum(not report.updated for report in steps)
+            means = {name: sum(r.metrics[name] for r in steps) / len(steps) for name in steps[0].metrics}
+            means["grad_norm"] = sum(report.grad_norm for report in steps) / len(steps)
+            self.keep({f"{role}/{name}": value for name, value in means.items()})
+            self.keep({f"{role}/learning_rate": steps[-1].learning_rate, f"{role}/skipped_steps": skipped})
+            shown = ("loss", "approx_kl_k3", "clip_fraction", "value_error", "grad_norm")
+            text = ", ".join(f"{name.replace('_', ' ')} {means[name]:.4g}" for name in shown if name in means)
+            self.print(f"[{role}] {len(steps)} optimizer steps: {text}" + (f", {skipped} SKIPPED" if skipped else ""))
+
     @contextmanager
     def bar(self, text: str, total: int) -> Iterator[Any]:
         """A progress bar on stderr that disappears; yields a function to call once per unit."""
         from tqdm import tqdm
 
-        show = self.writing and self.progress and sys.stderr.isatty()
-        with tqdm(total=total, desc=text, leave=False, disable=not show, dynamic_ncols=True) as bar:
+        with tqdm(total=total, desc=text, leave=False, disable=not self.shows_bars, dynamic_ncols=True) as bar:
             yield lambda n=1: bar.update(n)
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ def quiet(verbose: bool | None = None) -> None:
         logging.getLogger(name).setLevel(logging.NOTSET if verbose else logging.ERROR)
     if not verbose:
         warnings.filterwarnings("ignore", module=r".*megatron[./]core")
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # collectives' old names
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_rl import platform
 from megatron_rl.batch import Batch, MicroBatch, pack
 from megatron_rl.initialize import Topology
-from megatron_rl.logprobs import Head
 from megatron_rl.models.gpt import forward
+from megatron_rl.roles import Role
 
 Plan = list[list[list[int]]]  # of every data-parallel rank: its micro-batches, each a list of sequences
 Loss = Callable[
@@ -77,20 +77,19 @@ def _run_schedule(
 
 
 def forward_only(
-    chunks: list[torch.nn.Module],
-    batch: Batch,
-    plan: Plan,
-    head: Head,
-    topology: Topology,
-    progress: Progress = lambda: None,
+    role: Role, batch: Batch, plan: Plan, topology: Topology, progress: Progress = lambda: None
 ) -> Tensor:
-    """[rows, B, R] float32 on the CPU of every rank: what `head` gives for each response token, padded with zeros."""
+    """[rows, B, R] float32 on the CPU of every rank: what the head gives for each response token, padded with zeros.
+
+    Rows of a language model: log-probabilities and entropies; of a value model: values.
+    """
+    chunks = role.chunks
     mine = plan[topology.at.dp]
     micros = _micro_batches(batch, mine, topology)
 
     def forward_step(micro_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         micro = next(micro_iterator)
-        output = forward(chunk, micro, head)
+        output = forward(chunk, micro, role.head)
         progress()
         return output, lambda out, non_loss_data: out.detach()
 
@@ -118,12 +117,9 @@ def forward_only(
 
 
 def train_step(
-    chunks: list[torch.nn.Module],
-    optimizer: Any,
-    scheduler: Any,
+    role: Role,
     batch: Batch,
     plan: Plan,
-    head: Head,
     loss: Loss,
     topology: Topology,
     skip_non_finite: bool = False,
@@ -133,11 +129,12 @@ def train_step(
 
     Raises FloatingPointError where the gradient norm is not finite, or skips the update with `skip_non_finite`.
     """
+    chunks, optimizer = role.chunks, role.optimizer
     micros = _micro_batches(batch, plan[topology.at.dp], topology)
 
     def forward_step(micro_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         micro = next(micro_iterator)
-        output = forward(chunk, micro, head)
+        output = forward(chunk, micro, role.training_head)
         progress()
 
         def loss_and_metrics(out: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -162,7 +159,7 @@ def train_step(
         if updated:
             _clip(optimizer, grad_norm)
             optimizer.step_with_ready_grads()
-        scheduler.step(increment=1)
+        role.schedule.step(1)
     return StepReport(_sum_metrics(collected, topology), grad_norm, updated, learning_rate)
 
 

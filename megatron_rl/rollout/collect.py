@@ -19,20 +19,27 @@ def sample_seed(seed: int, step: int, sample: int) -> int:
 
 
 def deal(prompts: int, n: int, replicas: int) -> list[list[int]]:
-    """Sample numbers (prompt * n + k) of each replica: a prompt's samples stay together where there are enough prompts."""
+    """Sample numbers (prompt * n + k) of each replica: samples of a prompt together where possible."""
     if prompts >= replicas:
         return [[p * n + k for p in range(r, prompts, replicas) for k in range(n)] for r in range(replicas)]
     return [list(range(r, prompts * n, replicas)) for r in range(replicas)]
 
 
 def collect(
-    engine: Engine, prompts: list[Prompt], n: int, options: SamplingOptions, seed: int, step: int, topology: Topology
+    engine: Engine,
+    prompts: list[Prompt],
+    n: int,
+    options: SamplingOptions,
+    seed: int,
+    step: int,
+    topology: Topology,
+    progress: bool = False,
 ) -> list[Sample]:
-    """n samples of each prompt, in order, equal on every rank. Ranks of a replica generate the same requests together."""
+    """n samples of each prompt, in order, equal on every rank. The ranks of a replica generate together."""
     dealt = deal(len(prompts), n, engine.num_replicas)
     mine = dealt[engine.replica]
     requests = [GenerateRequest(prompts[i // n].token_ids, sample_seed(seed, step, i)) for i in mine]
-    responses = engine.generate(requests, options)
+    responses = engine.generate(requests, options, progress)
     speaks = engine.tp_rank == 0
     packed = _Packed.of(mine, responses) if speaks else _Packed.of([], [])
     everything: dict[int, Response] = {}

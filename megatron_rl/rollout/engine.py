@@ -188,6 +188,7 @@ class Engine:
 
         Wakes the weights (not the KV cache) of a sleeping engine. After an exception generate() refuses.
         """
+        dist.barrier(group=self.topology.cpu_group)  # so that the time is the sync's, not what a rank waits for others
         started = time.perf_counter()
         self._not_ready = f"weight sync {self.version + 1} failed or is not finished"
         if not self._awake and self.sleeps:

@@ -36,7 +36,7 @@ def test_units_stay_together(lengths):
 
 
 def test_uneven_load_is_balanced():
-    """One 500-token sequence and eight of 20 on two ranks: equal counts, nothing lost (a rank would hang otherwise)."""
+    """One 500-token sequence and eight of 20 on two ranks: equal counts, nothing lost."""
     plan = plan_micro_batches([500] + [20] * 8, 2, PackingOptions(500))
     assert plan == [[[0]], [[1, 2, 3, 4, 5, 6, 7, 8]]]
 

@@ -1,0 +1,133 @@
+"""From flags to the objects that train_ppo.py works with: the only code beside the scripts that reads args."""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl import platform
+from megatron_rl.algorithms.corrections import CorrectionOptions, parse_rejection
+from megatron_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from megatron_rl.algorithms.losses import PolicyLossOptions
+from megatron_rl.arguments import layout_sizes
+from megatron_rl.data.packing import PackingOptions
+from megatron_rl.data.prompts import PromptDataset, PromptOptions
+from megatron_rl.initialize import Topology, initialize
+from megatron_rl.metrics import Recorder, open_recorder
+from megatron_rl.objectives import MinibatchOptions, PolicyObjective, policy_objective, value_objective
+from megatron_rl.rewards.router import RuleRewards, entries_from_config, entries_from_specs
+from megatron_rl.roles import Role, trained_weights
+from megatron_rl.rollout.engine import Engine, EngineOptions, SamplingOptions
+from megatron_rl.step import Loss
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every stage of a script needs."""
+
+    args: argparse.Namespace
+    topology: Topology
+    recorder: Recorder
+    tokenizer: Any
+
+
+def start(args: argparse.Namespace, tokenizer: Any) -> Run:
+    """Process groups, seeds, and the recorder of rank 0."""
+    platform.quiet(args.verbose)
+    sizes = layout_sizes(args)
+    topology = initialize(sizes.tp, sizes.pp, sizes.vpp, sizes.ep, args.seed, args.distributed_timeout_minutes)
+    return Run(args, topology, open_recorder(args.output_dir, topology.is_main, args.progress), tokenizer)
+
+
+def prompt_options(args: argparse.Namespace) -> PromptOptions:
+    return PromptOptions(
+        files=(args.dataset_class,) if args.dataset_class else tuple(args.train_data),
+        max_prompt_length=args.max_prompt_length,
+        prompt_key=args.prompt_key,
+        label_key=args.label_key,
+        apply_chat_template=args.apply_chat_template,
+        system_prompt=args.system_prompt,
+        overlong=args.overlong_prompts,
+        weights=tuple(args.data_weights or ()),
+        seed=args.seed,
+        shuffle=args.shuffle,
+        drop_last=args.drop_last,
+    )
+
+
+def build_rewards(args: argparse.Namespace, prompts: PromptDataset) -> RuleRewards:
+    """The rules, checked against every row: one that nothing scores is an error at launch."""
+    entries = entries_from_config(args.reward_config) if args.reward_config else entries_from_specs(args.reward)
+    rewards = RuleRewards(entries, args.reward_workers, args.reward_timeout)
+    rewards.check_rows([(p.index, p.row) for p in prompts.prompts])
+    return rewards
+
+
+def build_engine(args: argparse.Namespace, policy: Role, topology: Topology) -> Engine:
+    """The vLLM engine on the policy's live weights."""
+    cache = args.kv_cache_gb
+    options = EngineOptions(
+        max_model_len=args.max_prompt_length + args.max_response_length,
+        dtype=policy.options.params_dtype,
+        tensor_parallel_size=args.rollout_tensor_parallel_size or args.tensor_model_parallel_size,
+        kv_cache_bytes=None if cache is None else int(cache * 1e9),
+        share_weights=args.rollout_weights == "alias",
+        bucket_bytes=int(args.reshard_bucket_mb * (1 << 20)),
+        with_tokenizer=bool(args.stop),
+        seed=args.seed,
+        vllm_args=args.vllm_args,
+    )
+    return Engine(args.hf_model, options, topology, trained_weights(policy, topology))
+
+
+def sampling_options(args: argparse.Namespace, greedy: bool = False) -> SamplingOptions:
+    """How responses are drawn; greedy: the likeliest token each time, for baselines and for the eye."""
+    if greedy:
+        return SamplingOptions(args.max_response_length, temperature=0.0, stop=tuple(args.stop), logprobs=False)
+    return SamplingOptions(
+        max_tokens=args.max_response_length,
+        min_tokens=args.min_response_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=max(args.top_k, 0),
+        stop=tuple(args.stop),
+    )
+
+
+def packing_options(args: argparse.Namespace) -> PackingOptions:
+    return PackingOptions(args.max_tokens_per_micro_batch, args.micro_batch_size)
+
+
+def build_kl(args: argparse.Namespace) -> KLController:
+    if args.kl_target is None:
+        return FixedKL(args.kl_coef)
+    return AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
+
+
+def correction_options(args: argparse.Namespace) -> CorrectionOptions:
+    return CorrectionOptions(
+        level=args.rollout_correction,
+        threshold=args.rollout_correction_threshold,
+        batch_normalize=args.rollout_correction_normalize,
+        rejections=tuple(parse_rejection(text) for text in args.rollout_reject),
+    )
+
+
+def policy_loss_of(args: argparse.Namespace, kl_coefficient: float) -> Loss:
+    """The policy's objective. With --kl-in loss the KL acts in it."""
+    options = PolicyLossOptions(args.clip_low, args.clip_high, args.dual_clip)
+    in_loss = kl_coefficient if args.kl_in == "loss" else 0.0
+    return policy_objective(PolicyObjective(args.policy_loss, options, args.entropy_coef, in_loss, args.kl_estimator))
+
+
+def value_loss_of(args: argparse.Namespace) -> Loss:
+    return value_objective(args.value_clip)
+
+
+def minibatch_options(args: argparse.Namespace) -> MinibatchOptions:
+    return MinibatchOptions(
+        size=args.global_batch_size,
+        epochs=args.update_epochs,
+        aggregation=args.loss_aggregation,
+        fixed_length=args.loss_fixed_length or args.max_response_length,
+        seed=args.seed,
+    )

@@ -1,0 +1,200 @@
+"""The texts that a run prints: what it is before it starts, what each step did, what the policy says."""
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from megatron_rl import platform
+from megatron_rl.algorithms.advantages import Advantages, dynamic_sampling_keep
+from megatron_rl.algorithms.kl import KLController, PenalisedRewards
+from megatron_rl.algorithms.losses import explained_variance
+from megatron_rl.arguments import layout_sizes, sampling_warnings, world_size
+from megatron_rl.batch import Batch, Sample
+from megatron_rl.builders import Run, sampling_options
+from megatron_rl.data.prompts import PromptDataset
+from megatron_rl.metrics import RULE_PREFIX, Recorder, bytes_text
+from megatron_rl.models.config import HFConfig, check_layout, dims
+from megatron_rl.rewards.router import Scores
+from megatron_rl.roles import Role
+from megatron_rl.rollout.collect import collect
+from megatron_rl.rollout.engine import Engine, SyncReport
+from megatron_rl.weights.layouts import hf_shapes
+
+
+def parameters(hf: HFConfig, kind: str = "lm") -> int:
+    """Number of parameters, a tied head counted once."""
+    return sum(torch.Size(shape).numel() for shape in hf_shapes(dims(hf), kind).values())
+
+
+def describe(args: argparse.Namespace, hf: HFConfig) -> str:
+    """Model, layout and batch arithmetic, from flags and config.json alone."""
+    ranks, sizes = world_size(args), layout_sizes(args)
+    data_parallel = ranks // (sizes.tp * sizes.pp)
+    stages = check_layout(hf, sizes, args.sequence_parallel).stages
+    layers = "+".join(str(sum(map(len, chunks))) for chunks in stages)
+    rollout_tp = args.rollout_tensor_parallel_size or sizes.tp
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    batch = args.global_batch_size or samples
+    element = 2 if args.bf16 else 4
+    count = parameters(hf)
+    per_rank = count / (sizes.tp * sizes.pp)
+    state = 12 if args.bf16 else 8  # master weights and two moments, or the moments alone
+    held = {
+        "weights": per_rank * element,
+        "gradients": per_rank * 4,
+        "optimizer": per_rank * state / (data_parallel if args.use_distributed_optimizer else 1),
+    }
+    memory = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items())
+    return "\n".join(
+        [
+            f"model     {args.hf_model}: {hf.family}, {count / 1e6:,.1f} M parameters, {hf.layers} layers, "
+            f"{hf.heads} heads ({hf.kv_heads} key-value), vocabulary {hf.vocab:,}, {'bf16' if args.bf16 else 'fp32'}",
+            f"training  {ranks} ranks = TP {sizes.tp} x PP {sizes.pp} (layers {layers}) x DP {data_parallel}"
+            + (f", {sizes.vpp} chunks a stage" if sizes.vpp > 1 else "")
+            + (f", EP {sizes.ep}" if sizes.ep > 1 else "")
+            + (", sequence parallel" if args.sequence_parallel else ""),
+            f"rollout   {ranks // rollout_tp} vLLM engines of TP {rollout_tp}, "
+            f"prompts up to {args.max_prompt_length} + responses up to {args.max_response_length} tokens",
+            f"a step    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {samples}, "
+            f"{args.update_epochs} epochs of {-(-samples // batch)} optimizer steps of {batch}, "
+            f"micro-batches up to {args.max_tokens_per_micro_batch:,} tokens",
+            f"a rank    of the policy: {memory}",
+        ]
+    )
+
+
+def header(run: Run, hf: HFConfig, roles: list[Role | None], prompts: PromptDataset) -> None:
+    """What the run is, printed once everything is built."""
+    show = run.recorder.print
+    show(describe(run.args, hf))
+    for role in roles:
+        if role is not None:
+            head = " with a new value head" if role.new_head else ""
+            show(f"{role.name:<10}{role.folder}{head}, {bytes_text(role.bytes_held)} on rank 0 when built")
+    free, total = platform.device_memory()
+    show(f"memory    {bytes_text(total - free)} of {bytes_text(total)} in use, engine included")
+    show(f"data      {prompts.summary()}")
+    show(f"output    {run.args.output_dir}")
+    for text in sampling_warnings(run.args):
+        show(f"warning: {text}")
+
+
+def show_samples(run: Run, when: str, prompts: PromptDataset, engine: Engine) -> None:
+    """Prints greedy responses to the first --show-samples prompts."""
+    chosen = prompts.prompts[: run.args.show_samples]
+    if not chosen:
+        return
+    for sample in collect(engine, chosen, 1, sampling_options(run.args, greedy=True), run.args.seed, 0, run.topology):
+        text = run.tokenizer.decode(list(sample.response.token_ids), skip_special_tokens=True)
+        asked = sample.prompt.row.get(run.args.prompt_key, sample.prompt.text)
+        asked = asked[-1]["content"] if isinstance(asked, list) else asked
+        run.recorder.stage(when, f"{asked!r} -> {text!r}")
+
+
+def summarise(recorder: Recorder, batch: Batch, step: int, seconds: float, update_seconds: float, epoch: int) -> None:
+    """Closes a step: its times, its memory, one row of metrics."""
+    tokens = sum(len(sequence) for sequence in batch.sequences)
+    recorder.keep(
+        {
+            "update/seconds": update_seconds,
+            "update/tokens_per_second": tokens / update_seconds,
+            "step/seconds": seconds,
+            "step/epoch": epoch + 1,
+            "memory/peak_gb": platform.max_memory_allocated() / 1e9,
+        }
+    )
+    recorder.stage(
+        "step",
+        f"{step}: {seconds:.1f} s, update {update_seconds:.1f} s ({tokens / update_seconds:,.0f} tok/s), "
+        f"peak memory {platform.max_memory_allocated() / 1e9:.2f} GB",
+    )
+    recorder.close_step(step)
+
+
+def sync(recorder: Recorder, synced: SyncReport) -> None:
+    received, permuted, shared = synced.bytes_received, synced.bytes_permuted, synced.bytes_aliased
+    recorder.stage(
+        "sync",
+        f"{bytes_text(received)} received, {bytes_text(permuted)} permuted, {bytes_text(shared)} shared, "
+        f"{synced.seconds * 1e3:.1f} ms",
+        sync__bytes_received=received,
+        sync__bytes_permuted=permuted,
+        sync__bytes_aliased=shared,
+        sync__seconds=synced.seconds,
+    )
+
+
+def rollout(recorder: Recorder, samples: list[Sample], seconds: float, greedy: bool = False) -> None:
+    lengths = torch.tensor([float(len(s.response.token_ids)) for s in samples])
+    tokens, truncated = int(lengths.sum()), sum(s.response.truncated for s in samples) / len(samples)
+    if greedy:
+        return recorder.print(f"[greedy] {len(samples)} samples, {tokens:,} tokens in {seconds:.1f} s")
+    recorder.stage(
+        "rollout",
+        f"{len(samples)} samples, {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s), "
+        f"length {lengths.mean():.0f}, {truncated:.0%} truncated",
+        rollout__samples=len(samples),
+        rollout__tokens=tokens,
+        rollout__length_mean=lengths.mean(),
+        rollout__truncated=truncated,
+        rollout__seconds=seconds,
+        rollout__tokens_per_second=tokens / seconds,
+    )
+    if truncated > 0.95:
+        recorder.print(f"warning: {truncated:.0%} of the responses hit --max-response-length; their ends are unknown")
+
+
+def rewards(
+    recorder: Recorder,
+    step: int,
+    samples: list[Sample],
+    texts: list[str],
+    scores: Scores,
+    seconds: float,
+    keep_samples: int,
+) -> None:
+    scores_B = torch.tensor(scores.total)
+    differ_B = dynamic_sampling_keep(scores_B, torch.tensor([s.group for s in samples]))
+    equal = 1 - float(differ_B.float().mean())
+    recorder.stage(
+        "reward",
+        f"mean {scores_B.mean():.3f} std {scores_B.std(correction=0):.3f}, {scores_B.min():.3f} to "
+        f"{scores_B.max():.3f}, {seconds:.1f} s",
+        reward__mean=scores_B.mean(),
+        reward__std=scores_B.std(correction=0),
+        reward__min=scores_B.min(),
+        reward__max=scores_B.max(),
+        reward__equal_groups=equal,
+    )
+    if scores_B.min() == scores_B.max():
+        recorder.print("warning: all rewards of this step are equal; group estimators learn nothing from it")
+    recorder.keep({RULE_PREFIX + name: mean for name, mean in scores.means().items()})
+    rows = zip(samples[:keep_samples], texts, scores.total, strict=False)
+    recorder.samples([{"step": step, "prompt": s.prompt.text, "response": t, "reward": r} for s, t, r in rows])
+
+
+def logprobs(recorder: Recorder, mismatch: dict[str, float], entropy: Tensor) -> None:
+    recorder.stage(
+        "logprobs",
+        f"trainer and engine differ by {mismatch['logprob_diff_mean']:.4f} on average, "
+        f"{mismatch['logprob_diff_max']:.3f} at most, k3 {mismatch['kl_k3']:.2e}, entropy {entropy:.2f}",
+        policy__entropy=entropy,
+        **{f"correction__{name}": value for name, value in mismatch.items()},
+    )
+
+
+def advantages(
+    recorder: Recorder, estimated: Advantages, batch: Batch, penalised: PenalisedRewards | None, kl: KLController
+) -> None:
+    mask_BR, text = batch.mask_BR, ""
+    kept = estimated.advantages_BR[mask_BR]
+    mean, std = kept.mean(), kept.std(correction=0)
+    if penalised is not None:
+        text = f", kl to reference {penalised.kl_token:.4f} a token, {penalised.kl:.3f} a response"
+        recorder.keep({"kl/token": penalised.kl_token, "kl/response": penalised.kl, "kl/coef": kl.coefficient})
+    if batch.values_BR is not None:
+        explained = explained_variance(batch.values_BR, estimated.returns_BR, mask_BR)
+        text += f", explained variance {explained:.2f}"
+        recorder.keep({"critic/explained_variance": float(explained)})
+    recorder.stage("advantage", f"mean {mean:.3f} std {std:.3f}{text}", advantage__mean=mean, advantage__std=std)

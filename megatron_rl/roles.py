@@ -1,0 +1,178 @@
+"""Policy, critic, reference: a model with its weights, and what trains it."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl import platform
+from megatron_rl.algorithms.advantages import NEEDS_CRITIC
+from megatron_rl.batch import MicroBatch
+from megatron_rl.initialize import Topology
+from megatron_rl.logprobs import Head, LogprobOptions, logprob_head
+from megatron_rl.models.config import HFConfig, ModelOptions, dims, read_hf_config
+from megatron_rl.models.gpt import build_model
+from megatron_rl.models.heads import value_head
+from megatron_rl.models.optimizer import OptimizerOptions, build_optimizer, wrap_ddp
+from megatron_rl.rollout.engine import TrainedWeights
+from megatron_rl.weights.arch import Role as Kind
+from megatron_rl.weights.hf_io import blocks_of, export_model, load_model, named_tensors
+from megatron_rl.weights.layouts import Param, hf_shapes
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model on this rank. Frozen roles (the reference) have neither optimizer nor schedule."""
+
+    name: str  # policy, critic or reference
+    kind: Kind
+    folder: str  # the HF folder it started from
+    hf: HFConfig
+    options: ModelOptions
+    chunks: list[torch.nn.Module]
+    head: Head  # of forward_only
+    training_head: Head
+    optimizer: Any
+    schedule: Any
+    new_head: bool  # a value head that did not come from the folder
+    bytes_held: int  # that building it took on this rank's device: weights, gradients, master weights
+
+
+def model_options(args: argparse.Namespace) -> ModelOptions:
+    """The flags of group model, as models/gpt.py takes them."""
+    full = args.recompute_granularity == "full"
+    return ModelOptions(
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        sequence_parallel=args.sequence_parallel,
+        transformer_impl=args.transformer_impl,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=args.recompute_num_layers if full else None,
+        overrides=args.transformer_config,
+    )
+
+
+def optimizer_options(args: argparse.Namespace, lr: float, steps: int) -> OptimizerOptions:
+    """The flags of group optimizer; `steps` is the number of optimizer steps of the run."""
+    return OptimizerOptions(
+        lr=lr,
+        min_lr=min(args.min_lr, lr),
+        lr_warmup_steps=args.lr_warmup_iters,
+        lr_decay_steps=args.lr_decay_iters or max(steps, args.lr_warmup_iters + 1),
+        lr_decay_style=args.lr_decay_style,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        clip_grad=args.clip_grad,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+    )
+
+
+def _lm_head(hf: HFConfig, args: argparse.Namespace, topology: Topology, entropy: bool) -> Head:
+    options = LogprobOptions(args.temperature, args.logprob_chunk_tokens, entropy)
+    return logprob_head(hf.vocab, topology.at.tp, topology.groups.tp, options)
+
+
+def _value_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tensor:
+    return value_head(hidden_TH, weight_1H, micro)[None]
+
+
+def build_role(
+    name: str,
+    folder: str,
+    args: argparse.Namespace,
+    topology: Topology,
+    kind: Kind = "lm",
+    training: OptimizerOptions | None = None,
+) -> Role:
+    """Builds a model, fills it from an HF folder, and adds DDP, optimizer and schedule where it is to be trained."""
+    before = platform.memory_allocated()
+    hf, options = read_hf_config(folder), model_options(args)
+    chunks: list[torch.nn.Module] = list(build_model(hf, topology, options, kind, args.seed))
+    loaded = load_model(folder, hf, chunks, topology, kind, options.transformer_impl, cast=True)
+    optimizer = schedule = None
+    if training is not None:
+        chunks = list(wrap_ddp(chunks, topology, training))
+        optimizer, schedule = build_optimizer(chunks, training)
+    else:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+    head = training_head = _value_head
+    if kind == "lm":
+        head = _lm_head(hf, args, topology, entropy=True)
+        training_head = _lm_head(hf, args, topology, entropy=args.entropy_coef > 0)
+    return Role(
+        name=name,
+        kind=kind,
+        folder=folder,
+        hf=hf,
+        options=options,
+        chunks=chunks,
+        head=head,
+        training_head=training_head,
+        optimizer=optimizer,
+        schedule=schedule,
+        new_head=loaded.new_head,
+        bytes_held=platform.memory_allocated() - before,
+    )
+
+
+def _policy_steps(args: argparse.Namespace, iters: int) -> int:
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    return max(iters, 1) * args.update_epochs * -(-samples // (args.global_batch_size or samples))
+
+
+def build_policy(args: argparse.Namespace, topology: Topology) -> Role:
+    steps = _policy_steps(args, args.train_iters - args.critic_warmup_iters)
+    return build_role("policy", args.hf_model, args, topology, training=optimizer_options(args, args.lr, steps))
+
+
+def build_critic(args: argparse.Namespace, topology: Topology) -> Role | None:
+    """None for estimators without a critic."""
+    if args.advantage_estimator not in NEEDS_CRITIC:
+        return None
+    lr = args.lr if args.critic_lr is None else args.critic_lr
+    training = optimizer_options(args, lr, _policy_steps(args, args.train_iters))
+    return build_role("critic", args.critic_hf_model or args.hf_model, args, topology, "value", training)
+
+
+def build_reference(args: argparse.Namespace, topology: Topology) -> Role | None:
+    """None where no KL is asked for."""
+    if args.kl_coef == 0:
+        return None
+    return build_role("reference", args.reference_hf_model or args.hf_model, args, topology)
+
+
+def trained_weights(role: Role, topology: Topology) -> TrainedWeights:
+    """What every rank holds of a language model, for the engine's plan."""
+    kinds: dict[tuple[int, int, int], int] = {}
+    shards: list[tuple[Param, ...]] = []
+    of_rank = []
+    for rank, at in enumerate(topology.everyone):
+        key = (at.tp, at.pp, at.ep)
+        if key not in kinds:
+            kinds[key] = len(shards)
+            shards.append(blocks_of(role.hf, topology, rank, role.kind, role.options.transformer_impl))
+        of_rank.append(kinds[key])
+    return TrainedWeights(named_tensors(role.chunks), shards, of_rank, hf_shapes(dims(role.hf), role.kind))
+
+
+def export_role(role: Role, folder: str | Path, topology: Topology) -> None:
+    """Writes the role as an HF folder that transformers and vLLM load; collective."""
+    impl = role.options.transformer_impl
+    export_model(role.chunks, role.hf, topology, folder, role.folder, role.kind, impl)
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The folder's tokenizer; ValueError where it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--hf-model {folder} has no tokenizer that transformers can load: {error}") from error

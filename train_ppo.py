@@ -1,0 +1,178 @@
+"""PPO and its critic-free relatives on megatron-core, with rollout by a vLLM engine in the same processes.
+
+    torchrun --nproc_per_node 8 train_ppo.py --hf-model DIR --train-data prompts.jsonl --reward math_verify ...
+
+Read `train` from top to bottom: it is the whole algorithm, and it shows when each model and the KV cache are on the
+device. Shape suffixes: B sequences of the rollout batch, R the longest response.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl import builders, report
+from megatron_rl.algorithms.advantages import NEEDS_GREEDY, AdvantageInputs, compute_advantages, place_on_last_token
+from megatron_rl.algorithms.corrections import rollout_correction
+from megatron_rl.algorithms.kl import KLController, kl_in_reward, update_kl
+from megatron_rl.arguments import parse, validate_ppo
+from megatron_rl.batch import Batch, Prompt, Sample, batch_of
+from megatron_rl.builders import Run
+from megatron_rl.data.packing import plan_micro_batches
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.failure import ending_together
+from megatron_rl.flags import PPO
+from megatron_rl.metrics import timed
+from megatron_rl.models.config import read_hf_config
+from megatron_rl.objectives import minibatches
+from megatron_rl.rewards.router import RuleRewards, ScoringInput
+from megatron_rl.rewards.share import score_shared
+from megatron_rl.roles import Role, build_critic, build_policy, build_reference, export_role, load_tokenizer
+from megatron_rl.rollout.collect import collect
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.step import StepReport, forward_only, train_step
+
+
+def train(args: argparse.Namespace) -> None:
+    hf = read_hf_config(args.hf_model)
+    validate_ppo(args, hf)
+    if args.dry_run:
+        return print(report.describe(args, hf))
+    run = builders.start(args, load_tokenizer(args.hf_model))
+    prompts = load_prompts(builders.prompt_options(args), run.tokenizer)
+    rewards = builders.build_rewards(args, prompts)
+
+    policy = build_policy(args, run.topology)
+    critic = build_critic(args, run.topology)  # None for estimators that need none
+    reference = build_reference(args, run.topology)  # None where --kl-coef is 0
+    engine = builders.build_engine(args, policy, run.topology)  # last: it takes the memory that the trainer left
+    kl = builders.build_kl(args)
+    report.header(run, hf, [policy, critic, reference], prompts)
+
+    for step in range(1, args.train_iters + 1):
+        with timed() as seconds:
+            # rollout: weights first, then the KV cache; the cache leaves the device before training needs the room
+            synchronise(run, engine)
+            if step == 1:
+                report.show_samples(run, "before", prompts, engine)
+            asked = prompts.next_batch(args.rollout_batch_size)
+            samples = roll_out(run, engine, asked, step, args.n_samples_per_prompt)
+            greedy = roll_out(run, engine, asked, step, 0) if args.advantage_estimator in NEEDS_GREEDY else None
+            engine.sleep()
+
+            greedy_B = score(run, greedy, rewards, step)[[s.group for s in samples]] if greedy else None
+            scores_B = score(run, samples, rewards, step)
+            with timed() as update_seconds:
+                batch = measure(run, batch_of(samples), policy, critic, reference)
+                batch, kl = estimate(run, batch, scores_B, greedy_B, kl)
+                update(run, batch, policy, critic, kl, step)
+        report.summarise(run.recorder, batch, step, seconds[0], update_seconds[0], prompts.epoch)
+
+    synchronise(run, engine)
+    report.show_samples(run, "after", prompts, engine)
+    rewards.close()
+    if args.save_hf:
+        export_role(policy, f"{args.output_dir}/actor", run.topology)
+        if critic:
+            export_role(critic, f"{args.output_dir}/critic", run.topology)
+        run.recorder.print(f"wrote {args.output_dir}/actor" + (" and critic" if critic else ""))
+    run.recorder.close()
+
+
+def synchronise(run: Run, engine: Engine) -> None:
+    """The engine gets the trainer's weights, then its KV cache."""
+    synced = engine.sync()
+    if run.args.verify_weights == "every" or (run.args.verify_weights == "first" and synced.version == 1):
+        engine.verify()
+    engine.wake()
+    report.sync(run.recorder, synced)
+
+
+def roll_out(run: Run, engine: Engine, prompts: list[Prompt], step: int, n: int) -> list[Sample]:
+    """n samples of each prompt, or the greedy one where n is 0; equal on every rank."""
+    options = builders.sampling_options(run.args, greedy=n == 0)
+    with timed() as seconds:
+        samples = collect(
+            engine, prompts, max(n, 1), options, run.args.seed, step, run.topology, run.recorder.shows_bars
+        )
+    report.rollout(run.recorder, samples, seconds[0], greedy=n == 0)
+    return samples
+
+
+def score(run: Run, samples: list[Sample], rewards: RuleRewards, step: int) -> Tensor:
+    """Rewards [B], equal on every rank."""
+    ids = [list(s.response.token_ids) for s in samples]
+    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    inputs = [
+        ScoringInput(s.prompt.text, t, s.prompt.row, s.prompt.index) for s, t in zip(samples, texts, strict=True)
+    ]
+    with timed() as seconds:
+        scores = score_shared(rewards, inputs, run.topology)
+    report.rewards(run.recorder, step, samples, texts, scores, seconds[0], run.args.log_samples)
+    return torch.tensor(scores.total)
+
+
+def measure(run: Run, batch: Batch, policy: Role, critic: Role | None, reference: Role | None) -> Batch:
+    """Log-probabilities of policy and reference, the critic's values, and how far trainer and engine are apart."""
+    lengths = [len(s) for s in batch.sequences]
+    plan = plan_micro_batches(lengths, run.topology.dp_size, builders.packing_options(run.args))
+
+    def ask(role: Role) -> Tensor:
+        with run.recorder.bar(f"{role.name} forward", len(plan[0])) as progress:
+            return forward_only(role, batch, plan, run.topology, progress)
+
+    batch = replace(
+        batch,
+        ref_logprobs_BR=ask(reference)[0] if reference else None,
+        values_BR=ask(critic)[0] if critic else None,
+    )
+    if run.args.old_logprobs == "rollout":  # the ratio of the loss then carries what the engine does differently
+        return replace(batch, old_logprobs_BR=batch.rollout_logprobs_BR)
+    logprobs_BR, entropy_BR = ask(policy)
+    options = builders.correction_options(run.args)
+    correction = rollout_correction(logprobs_BR, batch.rollout_logprobs_BR, batch.mask_BR, options)
+    report.logprobs(run.recorder, correction.metrics, entropy_BR[batch.mask_BR].mean())
+    return replace(batch, old_logprobs_BR=logprobs_BR, correction_BR=correction.weights_BR)
+
+
+def estimate(
+    run: Run, batch: Batch, scores_B: Tensor, greedy_B: Tensor | None, kl: KLController
+) -> tuple[Batch, KLController]:
+    """Advantages and returns from rewards, KL and values; the next step's KL coefficient."""
+    args, mask_BR = run.args, batch.mask_BR
+    rewards_BR, penalised = place_on_last_token(scores_B, mask_BR), None
+    if batch.ref_logprobs_BR is not None:
+        coefficient = kl.coefficient if args.kl_in == "reward" else 0.0
+        penalised = kl_in_reward(
+            rewards_BR, batch.old_logprobs_BR, batch.ref_logprobs_BR, mask_BR, coefficient, args.kl_estimator
+        )
+        rewards_BR, kl = penalised.rewards_BR, update_kl(kl, penalised.kl, len(batch))
+    inputs = AdvantageInputs(
+        rewards_BR, mask_BR, batch.group_B, args.gamma, args.gae_lambda, batch.values_BR, greedy_B
+    )
+    advantages = compute_advantages(args.advantage_estimator, inputs)
+    report.advantages(run.recorder, advantages, batch, penalised, kl)
+    return replace(batch, advantages_BR=advantages.advantages_BR, returns_BR=advantages.returns_BR), kl
+
+
+def update(run: Run, batch: Batch, policy: Role, critic: Role | None, kl: KLController, step: int) -> None:
+    """Optimizer steps of critic and policy over the rollout batch."""
+    args, topology = run.args, run.topology
+    trained = [(critic, builders.value_loss_of(args))] if critic else []
+    if step > args.critic_warmup_iters:
+        trained.append((policy, builders.policy_loss_of(args, kl.coefficient)))
+    reports: dict[str, list[StepReport]] = {role.name: [] for role, _ in trained}
+    for part in minibatches(batch, builders.minibatch_options(args), step):
+        plan = plan_micro_batches([len(s) for s in part.sequences], topology.dp_size, builders.packing_options(args))
+        for role, loss in trained:
+            with run.recorder.bar(f"{role.name} update", len(plan[0])) as progress:
+                done = train_step(role, part, plan, loss, topology, args.skip_non_finite_steps, progress)
+            reports[role.name].append(done)
+    run.recorder.updates(reports)
+
+
+if __name__ == "__main__":
+    with ending_together():
+        train(parse("train_ppo.py", PPO, sys.argv[1:]))
