@@ -25,13 +25,11 @@ class OptimizerOptions:
     lr_warmup_steps: int = 0
     lr_decay_steps: int | None = None  # needed for every style but constant
     lr_decay_style: str = "constant"
-    optimizer: str = "adam"  # or "sgd"
     weight_decay: float = 0.0  # not of norms and biases
     decoupled_weight_decay: bool = True  # AdamW; False adds the decay to the gradient
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
-    sgd_momentum: float = 0.0
     clip_grad: float = 1.0  # 0 clips nothing
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
@@ -92,7 +90,7 @@ def build_optimizer(
 
         dtype = chunks[0].module.config.params_dtype
         config = OptimizerConfig(
-            optimizer=options.optimizer,
+            optimizer="adam",
             lr=options.lr,
             min_lr=options.min_lr,
             weight_decay=options.weight_decay,
@@ -100,7 +98,6 @@ def build_optimizer(
             adam_beta1=options.adam_beta1,
             adam_beta2=options.adam_beta2,
             adam_eps=options.adam_eps,
-            sgd_momentum=options.sgd_momentum,
             clip_grad=options.clip_grad,
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
