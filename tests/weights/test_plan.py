@@ -191,17 +191,30 @@ def test_copied_parameters_are_not_aliased():
     assert [rect.param for rect in plan.zeros if rect.param in names] == ["model.embed_tokens.weight"]
 
 
-def test_near_sources_first():
+@pytest.mark.parametrize(("tp", "pp", "dp", "rollout_tp", "gpus_per_node"), [(4, 1, 4, 1, 4), (2, 2, 2, 2, 4)])
+def test_near_sources_first(tp: int, pp: int, dp: int, rollout_tp: int, gpus_per_node: int):
     """What a rank of the same node holds is never fetched from another node."""
-    run = Run(ref.LLAMA, tp=2, pp=2, vpp=1, dp=4, rollout_tp=2)
-    for gpus_per_node in (2, 4, 8):
-        plans = check(run, run.placement, gpus_per_node)
-        for rank, plan in enumerate(plans):
-            node = range(rank - rank % gpus_per_node, rank - rank % gpus_per_node + gpus_per_node)
-            near = np.concatenate([x.reshape(-1) for r in node for x in run.sources[r].values()])
-            for move in (move for move in plan.receives if move.peer not in node):
-                values = view(run.wanted_by(rank, run.placement), move.rect)
-                assert not np.isin(values, near).any()
+    run = Run(ref.LLAMA, tp, pp, 1, dp, rollout_tp)
+    plans = check(run, run.placement, gpus_per_node)
+    for rank, plan in enumerate(plans):
+        node = range(rank - rank % gpus_per_node, rank - rank % gpus_per_node + gpus_per_node)
+        near = np.concatenate([x.reshape(-1) for r in node for x in run.sources[r].values()])
+        wanted = run.wanted_by(rank, run.placement)
+        far = [view(wanted, move.rect) for move in plan.receives if move.peer not in node]
+        assert not any(np.isin(values, near).any() for values in far)
+        assert bool(far) == (pp > 1), "a node of one stage lacks the other stages and nothing else"
+
+
+def test_padding_is_not_aliased_to_weights():
+    """A padded vLLM parameter is an alias where padding lies on padding; on real weights it is copied and zeroed."""
+    real, padded = Block("w", 0, 0, 4, 2, "m", 0, 2), Block("w", 0, 0, 2, 2, "m", 0, 2)
+    target = Param("v", (4, 2), (replace(padded, param="v"),))
+    rest = Block("w", 2, 0, 2, 2, "m", 4, 2)
+    for blocks, aliased in (((padded,), True), ((real,), False), ((padded, rest), False)):
+        overlap = Overlap([(Param("m", (4, 2), blocks),)], [(target,)])
+        plan = Reshard(overlap, [0], default_placement(1, 1), 1).plan(0)
+        assert (set(plan.aliases) == {"v"}) == aliased
+        assert (plan.zeros == (Rect("v", 4, 4, 1, 4),)) == (not aliased)
 
 
 @pytest.mark.parametrize(
