@@ -175,6 +175,39 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
         raise ValueError(f"--kl-target {args.kl_target} adapts --kl-coef, which is 0")
 
 
+def validate_dpo(args: argparse.Namespace, hf: HFConfig) -> None:
+    """validate_shared, and what the preference losses add."""
+    from megatron_rl.algorithms.preference import NO_REFERENCE, PreferenceOptions, check_preference_options
+
+    validate_shared(args, hf)
+    if hf.head != "lm":
+        raise ValueError(f"--hf-model {args.hf_model}: a policy is a causal language model, this one has a value head")
+    check_length(hf, args.max_length, f"--max-length {args.max_length} with {args.hf_model}")
+    if 2 * args.max_length > args.max_tokens_per_micro_batch:
+        raise ValueError(
+            f"a pair of up to 2 x --max-length {args.max_length} tokens does not fit --max-tokens-per-micro-batch "
+            f"{args.max_tokens_per_micro_batch}: both halves of a pair go into one micro-batch"
+        )
+    if args.max_prompt_length >= args.max_length:
+        raise ValueError(
+            f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion within --max-length "
+            f"{args.max_length}"
+        )
+    check_files(args.eval_data, "--eval-data")
+    free = args.reference_free or args.dpo_loss in NO_REFERENCE
+    if free and args.reference_hf_model is not None:
+        why = "--reference-free" if args.reference_free else f"--dpo-loss {args.dpo_loss}"
+        raise ValueError(f"--reference-hf-model {args.reference_hf_model} has no use with {why}")
+    options = PreferenceOptions(
+        beta=args.beta,
+        label_smoothing=args.label_smoothing,
+        rpo_alpha=args.rpo_alpha,
+        f_divergence=args.f_divergence,
+        length_normalize=args.length_normalize,
+    )
+    check_preference_options(args.dpo_loss, options, free)
+
+
 def _validate_batches(args: argparse.Namespace) -> None:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     step = args.global_batch_size or samples

@@ -4,7 +4,7 @@ Shape suffixes: B sequences of a batch, R the longest response among them, T tok
 K response tokens among those T, S sequences in a micro-batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -109,6 +109,24 @@ def batch_of(samples: list[Sample]) -> Batch:
         truncated_B=torch.tensor([s.response.truncated for s in samples]),
         rollout_logprobs_BR=logprobs,
     )
+
+
+def batch_of_pairs(pairs: Sequence[PreferencePair], total: int | None = None) -> Batch:
+    """Pairs -> Batch: sequence 2i is the chosen half of pair i, 2i + 1 the rejected one.
+
+    Every token of a pair has the pair's weight: 1 / the pairs of the optimizer batch, which `total` gives where these
+    are only some of them.
+    """
+    assert pairs, "a batch has at least one pair"
+    halves = [(p.prompt_ids, ids) for p in pairs for ids in (p.chosen_ids, p.rejected_ids)]
+    batch = Batch(
+        sequences=tuple(torch.tensor(prompt + ids) for prompt, ids in halves),
+        prompt_lengths_B=torch.tensor([len(prompt) for prompt, _ in halves]),
+        response_lengths_B=torch.tensor([len(ids) for _, ids in halves]),
+        group_B=torch.arange(len(pairs)).repeat_interleave(2),
+        truncated_B=torch.zeros(len(halves), dtype=torch.bool),
+    )
+    return replace(batch, weights_BR=batch.mask_BR / (total or len(pairs)))
 
 
 @dataclass(frozen=True)

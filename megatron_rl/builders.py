@@ -1,23 +1,33 @@
 """From flags to the objects that train_ppo.py works with: the only code beside the scripts that reads args."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl import platform
 from megatron_rl.algorithms.corrections import CorrectionOptions, parse_rejection
 from megatron_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from megatron_rl.algorithms.losses import PolicyLossOptions
+from megatron_rl.algorithms.preference import NO_REFERENCE, PreferenceOptions
 from megatron_rl.arguments import layout_sizes
-from megatron_rl.data.packing import PackingOptions
+from megatron_rl.batch import Batch, PreferencePair
+from megatron_rl.data import preferences
+from megatron_rl.data.packing import PackingOptions, plan_micro_batches
 from megatron_rl.data.prompts import PromptDataset, PromptOptions
 from megatron_rl.initialize import Topology, initialize
 from megatron_rl.metrics import Recorder, open_recorder
-from megatron_rl.objectives import MinibatchOptions, PolicyObjective, policy_objective, value_objective
+from megatron_rl.objectives import (
+    MinibatchOptions,
+    PolicyObjective,
+    policy_objective,
+    preference_objective,
+    value_objective,
+)
+from megatron_rl.reference_cache import model_digest
 from megatron_rl.rewards.router import RuleRewards, entries_from_config, entries_from_specs
 from megatron_rl.roles import Role, trained_weights
 from megatron_rl.rollout.engine import Engine, EngineOptions, SamplingOptions
-from megatron_rl.step import Loss
+from megatron_rl.step import Loss, Plan
 
 
 @dataclass(frozen=True)
@@ -131,3 +141,69 @@ def minibatch_options(args: argparse.Namespace) -> MinibatchOptions:
         fixed_length=args.loss_fixed_length or args.max_response_length,
         seed=args.seed,
     )
+
+
+def pair_options(args: argparse.Namespace) -> preferences.PreferenceOptions:
+    return preferences.PreferenceOptions(
+        files=tuple(args.train_data),
+        max_length=args.max_length,
+        max_prompt_length=args.max_prompt_length,
+        prompt_key=args.prompt_key,
+        chosen_key=args.chosen_key,
+        rejected_key=args.rejected_key,
+        apply_chat_template=args.apply_chat_template,
+        system_prompt=args.system_prompt,
+        overlong=args.overlong_prompts,
+        dataset_class=args.dataset_class,
+        weights=tuple(args.data_weights or ()),
+        seed=args.seed,
+        shuffle=args.shuffle,
+        drop_last=args.drop_last,
+    )
+
+
+def load_held_out(args: argparse.Namespace, tokenizer: Any) -> list[PreferencePair]:
+    """The pairs of --eval-data, by the rules of the others; none without the flag."""
+    if not args.eval_data:
+        return []
+    options = replace(
+        pair_options(args), files=tuple(args.eval_data), dataset_class=None, weights=(), flag="--eval-data"
+    )
+    return preferences.load_preferences(options, tokenizer).pairs
+
+
+def pairs_per_step(args: argparse.Namespace) -> int:
+    return args.global_batch_size or 32
+
+
+def plan_pairs(args: argparse.Namespace, batch: Batch, topology: Topology) -> Plan:
+    """Micro-batches of whole pairs; --micro-batch-size counts pairs here."""
+    limit = None if args.micro_batch_size is None else 2 * args.micro_batch_size
+    units = [(i, i + 1) for i in range(0, len(batch), 2)]
+    options = PackingOptions(args.max_tokens_per_micro_batch, limit)
+    return plan_micro_batches([len(s) for s in batch.sequences], topology.dp_size, options, units)
+
+
+def needs_reference(args: argparse.Namespace) -> bool:
+    return not args.reference_free and args.dpo_loss not in NO_REFERENCE
+
+
+def preference_loss_of(args: argparse.Namespace) -> Loss:
+    return preference_objective(
+        args.dpo_loss,
+        PreferenceOptions(
+            beta=args.beta,
+            label_smoothing=args.label_smoothing,
+            simpo_gamma=args.simpo_gamma,
+            rpo_alpha=args.rpo_alpha,
+            length_normalize=args.length_normalize,
+            f_divergence=args.f_divergence,
+            f_alpha=args.f_alpha,
+        ),
+    )
+
+
+def reference_digest(args: argparse.Namespace, topology: Topology) -> str:
+    """Of the reference's folder and the flags that change its numbers; collective."""
+    numerics = {"bf16": args.bf16, "transformer_config": {k: str(v) for k, v in args.transformer_config.items()}}
+    return model_digest(args.reference_hf_model or args.hf_model, numerics, topology)

@@ -124,10 +124,10 @@ def _optimizer(group: Group) -> None:
 def _batches(group: Group) -> None:
     add = group.add_argument
     add("--global-batch-size", type=count, default=None, metavar="N",
-        help="sequences of one optimizer step, over all ranks; default: the whole rollout batch (PPO), 32 pairs "
-             "(DPO)")
+        help="sequences (PPO) or pairs (DPO) of one optimizer step, over all ranks; default: the whole rollout batch, "
+             "32 pairs")
     add("--micro-batch-size", type=count, default=None, metavar="N",
-        help="sequences of a micro-batch at most; default: as many as the token budget holds")
+        help="sequences (PPO) or pairs (DPO) of a micro-batch at most; default: as many as the token budget holds")
     add("--max-tokens-per-micro-batch", type=count, default=4096, metavar="N",
         help="tokens of a micro-batch at most; sequences are packed without padding")
     add("--logprob-chunk-tokens", type=count, default=1024, metavar="N",
@@ -261,16 +261,61 @@ def _algorithm(group: Group) -> None:
         help="sequences over which an adaptive --kl-coef acts")
 
 
+def _reference_folder(group: Group) -> None:
+    group.add_argument("--reference-hf-model", default=None, metavar="DIR",
+        help="folder of the reference; default: the policy's")
+
+
 def _critic(group: Group) -> None:
     add = group.add_argument
+    _reference_folder(group)
     add("--critic-hf-model", default=None, metavar="DIR",
         help="folder the critic starts from; default: the policy's, with a new head")
-    add("--reference-hf-model", default=None, metavar="DIR",
-        help="folder of the reference; default: the policy's")
     add("--critic-lr", type=amount0, default=None, help="peak learning rate of the critic; default: --lr")
     add("--critic-warmup-iters", type=count0, default=0, metavar="N",
         help="first steps in which only the critic learns")
     add("--value-clip", type=amount, default=0.2, help="new values are clipped to old ones +- this")
+
+
+def _preferences(group: Group) -> None:
+    add = group.add_argument
+    add("--prompt-key", default=None, metavar="KEY",
+        help="key of the prompt in a row: a text or a list of messages; default: 'prompt' where a row has it, else "
+             "the prompt is what chosen and rejected begin with")
+    add("--chosen-key", default="chosen", metavar="KEY", help="key of the preferred completion: text or messages")
+    add("--rejected-key", default="rejected", metavar="KEY", help="key of the other completion: text or messages")
+    add("--max-length", type=count, default=1024, metavar="N",
+        help="tokens of prompt and completion together at most; --overlong-prompts says what happens to longer ones")
+    add("--eval-data", nargs="+", default=[], metavar="FILE", help="held-out pairs, in files like --train-data")
+    add("--eval-interval", type=count, default=50, metavar="N",
+        help="steps between evaluations on --eval-data; before the first and after the last step there is one too")
+
+
+def _preference_training(group: Group) -> None:
+    add = group.add_argument
+    from megatron_rl.algorithms.preference import F_DIVERGENCES, PREFERENCE_LOSSES
+
+    add("--epochs", type=count, default=1, metavar="N", help="passes over the pairs")
+    add("--train-iters", type=count, default=None, metavar="N", help="optimizer steps of the run, instead of --epochs")
+    add("--dpo-loss", default="sigmoid", choices=list(PREFERENCE_LOSSES), help="the loss of a pair")
+    add("--beta", type=amount, default=0.1,
+        help="scale of the implicit reward; of ipo its tau, of orpo its lambda")
+    add("--label-smoothing", type=fraction, default=0.0,
+        help="probability that a label is flipped, below 0.5: for sigmoid, robust, exo_pair and simpo")
+    add("--simpo-gamma", type=amount0, default=0.5, help="the reward margin that simpo wants")
+    add("--rpo-alpha", type=amount0, default=0.0,
+        help="weight of the negative log-likelihood per token of the chosen completion")
+    _switch(group, "--length-normalize", False,
+        "divide a completion's score by its tokens; ipo, simpo and orpo always do")
+    add("--f-divergence", default="reverse_kl", choices=list(F_DIVERGENCES),
+        help="divergence that bounds the policy, for sigmoid, hinge, ipo, robust and exo_pair")
+    add("--f-alpha", type=amount0, default=0.5, help="alpha of --f-divergence alpha_divergence")
+    add("--reference", default="precomputed", choices=["precomputed", "each-step"],
+        help="the reference's log-probabilities: one pass before training, kept on disk, or a resident model")
+    _switch(group, "--reference-free", False, "no reference: its log-probabilities are taken as 0")
+    add("--reference-cache", default=None, metavar="DIR",
+        help="folder of the precomputed log-probabilities; default: 'reference' in --output-dir")
+    _reference_folder(group)
 
 
 SHARED = {
@@ -288,3 +333,4 @@ PPO = SHARED | {
     "algorithm": _algorithm,
     "critic and reference": _critic,
 }
+DPO = SHARED | {"preferences": _preferences, "preference training": _preference_training}

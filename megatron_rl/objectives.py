@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.kl import kl_loss
 from megatron_rl.algorithms.losses import PolicyLossOptions, entropy_loss, loss_weights, policy_loss, value_loss
+from megatron_rl.algorithms.preference import PairLogprobs, PreferenceOptions, preference_loss
 from megatron_rl.batch import Batch, MicroBatch
 from megatron_rl.step import Loss
 
@@ -57,6 +58,31 @@ def value_objective(clip: float | None) -> Loss:
 
     def loss(out_1K: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         return value_loss(out_1K[0], micro.values_K, micro.returns_K, micro.weights_K, clip)
+
+    return loss
+
+
+def preference_objective(name: str, options: PreferenceOptions) -> Loss:
+    """The loss of whole pairs on row log-probabilities: sequences 2i and 2i + 1 are chosen and rejected of one pair.
+
+    An only sequence, as a rank without work of its own is given, is no pair: the loss is then an empty sum.
+    """
+
+    def loss(out_2K: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        count = micro.num_sequences // 2
+
+        def by_pair(values_K: Tensor) -> tuple[Tensor, Tensor]:  # sums over the tokens of chosen [P] and rejected [P]
+            sums_S = values_K.new_zeros(micro.num_sequences).index_add(0, micro.sequence_K, values_K)
+            return sums_S[: 2 * count : 2], sums_S[1 : 2 * count : 2]
+
+        reference = (None, None) if micro.ref_logprobs_K is None else by_pair(micro.ref_logprobs_K)
+        pairs = PairLogprobs(*by_pair(out_2K[0]), *by_pair(torch.ones_like(out_2K[0])), *reference)
+        losses_P, metrics = preference_loss(name, pairs, options)
+        weights_S = micro.weights_K.new_zeros(micro.num_sequences)
+        weights_S[micro.sequence_K] = micro.weights_K  # equal over a sequence
+        weights_P = weights_S[: 2 * count : 2]
+        summed = {key: (values_P * weights_P).sum() for key, values_P in metrics.items()}
+        return (losses_P * weights_P).sum(), summed
 
     return loss
 

@@ -11,7 +11,7 @@ from megatron_rl.algorithms.kl import KLController, PenalisedRewards
 from megatron_rl.algorithms.losses import explained_variance
 from megatron_rl.arguments import layout_sizes, sampling_warnings, world_size
 from megatron_rl.batch import Batch, Sample
-from megatron_rl.builders import Run, sampling_options
+from megatron_rl.builders import Run, needs_reference, pairs_per_step, sampling_options
 from megatron_rl.data.prompts import PromptDataset
 from megatron_rl.metrics import RULE_PREFIX, Recorder, bytes_text
 from megatron_rl.models.config import HFConfig, check_layout, dims
@@ -19,6 +19,7 @@ from megatron_rl.rewards.router import Scores
 from megatron_rl.roles import Role
 from megatron_rl.rollout.collect import collect
 from megatron_rl.rollout.engine import Engine, SyncReport
+from megatron_rl.step import StepReport
 from megatron_rl.weights.layouts import hf_shapes
 
 
@@ -27,15 +28,12 @@ def parameters(hf: HFConfig, kind: str = "lm") -> int:
     return sum(torch.Size(shape).numel() for shape in hf_shapes(dims(hf), kind).values())
 
 
-def describe(args: argparse.Namespace, hf: HFConfig) -> str:
-    """Model, layout and batch arithmetic, from flags and config.json alone."""
+def _model_lines(args: argparse.Namespace, hf: HFConfig) -> list[str]:
+    """Model, training layout and the policy's memory."""
     ranks, sizes = world_size(args), layout_sizes(args)
     data_parallel = ranks // (sizes.tp * sizes.pp)
     stages = check_layout(hf, sizes, args.sequence_parallel).stages
     layers = "+".join(str(sum(map(len, chunks))) for chunks in stages)
-    rollout_tp = args.rollout_tensor_parallel_size or sizes.tp
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    batch = args.global_batch_size or samples
     element = 2 if args.bf16 else 4
     count = parameters(hf)
     per_rank = count / (sizes.tp * sizes.pp)
@@ -46,38 +44,101 @@ def describe(args: argparse.Namespace, hf: HFConfig) -> str:
         "optimizer": per_rank * state / (data_parallel if args.use_distributed_optimizer else 1),
     }
     memory = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items())
+    return [
+        f"model     {args.hf_model}: {hf.family}, {count / 1e6:,.1f} M parameters, {hf.layers} layers, "
+        f"{hf.heads} heads ({hf.kv_heads} key-value), vocabulary {hf.vocab:,}, {'bf16' if args.bf16 else 'fp32'}",
+        f"training  {ranks} ranks = TP {sizes.tp} x PP {sizes.pp} (layers {layers}) x DP {data_parallel}"
+        + (f", {sizes.vpp} chunks a stage" if sizes.vpp > 1 else "")
+        + (f", EP {sizes.ep}" if sizes.ep > 1 else "")
+        + (", sequence parallel" if args.sequence_parallel else ""),
+        f"a rank    of the policy: {memory}",
+    ]
+
+
+def describe(args: argparse.Namespace, hf: HFConfig) -> str:
+    """Model, layout and batch arithmetic, from flags and config.json alone."""
+    ranks = world_size(args)
+    rollout_tp = args.rollout_tensor_parallel_size or layout_sizes(args).tp
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    batch = args.global_batch_size or samples
     return "\n".join(
         [
-            f"model     {args.hf_model}: {hf.family}, {count / 1e6:,.1f} M parameters, {hf.layers} layers, "
-            f"{hf.heads} heads ({hf.kv_heads} key-value), vocabulary {hf.vocab:,}, {'bf16' if args.bf16 else 'fp32'}",
-            f"training  {ranks} ranks = TP {sizes.tp} x PP {sizes.pp} (layers {layers}) x DP {data_parallel}"
-            + (f", {sizes.vpp} chunks a stage" if sizes.vpp > 1 else "")
-            + (f", EP {sizes.ep}" if sizes.ep > 1 else "")
-            + (", sequence parallel" if args.sequence_parallel else ""),
+            *_model_lines(args, hf),
             f"rollout   {ranks // rollout_tp} vLLM engines of TP {rollout_tp}, "
             f"prompts up to {args.max_prompt_length} + responses up to {args.max_response_length} tokens",
             f"a step    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {samples}, "
             f"{args.update_epochs} epochs of {-(-samples // batch)} optimizer steps of {batch}, "
             f"micro-batches up to {args.max_tokens_per_micro_batch:,} tokens",
-            f"a rank    of the policy: {memory}",
         ]
     )
 
 
-def header(run: Run, hf: HFConfig, roles: list[Role | None], prompts: PromptDataset) -> None:
-    """What the run is, printed once everything is built."""
+def describe_preference(args: argparse.Namespace, hf: HFConfig) -> str:
+    """The same for train_dpo.py."""
+    length = f"{args.epochs} epochs" if args.train_iters is None else f"{args.train_iters} steps"
+    reference = f"reference {args.reference}" if needs_reference(args) else "no reference"
+    return "\n".join(
+        [
+            *_model_lines(args, hf),
+            f"loss      {args.dpo_loss}, beta {args.beta:g}, {reference}",
+            f"a step    {pairs_per_step(args)} pairs of two sequences up to {args.max_length} tokens, "
+            f"micro-batches up to {args.max_tokens_per_micro_batch:,} tokens; the run has {length}",
+        ]
+    )
+
+
+def _built(run: Run, roles: list[Role | None], data: str) -> None:
+    """What the models hold, what was read, where the output goes."""
     show = run.recorder.print
-    show(describe(run.args, hf))
     for role in roles:
         if role is not None:
             head = " with a new value head" if role.new_head else ""
             show(f"{role.name:<10}{role.folder}{head}, {bytes_text(role.bytes_held)} on rank 0 when built")
     free, total = platform.device_memory()
-    show(f"memory    {bytes_text(total - free)} of {bytes_text(total)} in use, engine included")
-    show(f"data      {prompts.summary()}")
+    show(f"memory    {bytes_text(total - free)} of {bytes_text(total)} in use on the device")
+    show(f"data      {data}")
     show(f"output    {run.args.output_dir}")
+
+
+def header(run: Run, hf: HFConfig, roles: list[Role | None], prompts: PromptDataset) -> None:
+    """What the run is, printed once everything is built."""
+    run.recorder.print(describe(run.args, hf))
+    _built(run, roles, prompts.summary())
     for text in sampling_warnings(run.args):
-        show(f"warning: {text}")
+        run.recorder.print(f"warning: {text}")
+
+
+def preference_header(run: Run, hf: HFConfig, roles: list[Role | None], data: str) -> None:
+    """The same for train_dpo.py."""
+    run.recorder.print(describe_preference(run.args, hf))
+    _built(run, roles, data)
+
+
+def _pair_text(metrics: dict[str, float]) -> str:
+    return (
+        f"loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.3f}, margin {metrics['reward_margin']:.3f} "
+        f"(chosen {metrics['reward_chosen']:.3f}, rejected {metrics['reward_rejected']:.3f})"
+    )
+
+
+def preference_step(recorder: Recorder, done: StepReport, batch: Batch) -> None:
+    """One line and the metrics of an optimizer step on pairs."""
+    skipped = not done.updated
+    recorder.keep({f"dpo/{name}": value for name, value in done.metrics.items()})
+    recorder.stage(
+        "dpo",
+        f"{_pair_text(done.metrics)}, grad norm {done.grad_norm:.3f}" + (", SKIPPED" if skipped else ""),
+        dpo__pairs=len(batch) // 2,
+        dpo__tokens=sum(len(sequence) for sequence in batch.sequences),
+        dpo__grad_norm=done.grad_norm,
+        dpo__learning_rate=done.learning_rate,
+        dpo__skipped_steps=skipped,
+    )
+
+
+def evaluation(recorder: Recorder, metrics: dict[str, float], pairs: int, seconds: float) -> None:
+    recorder.keep({f"eval/{name}": value for name, value in metrics.items()})
+    recorder.stage("eval", f"{pairs} held-out pairs: {_pair_text(metrics)}, {seconds:.1f} s", eval__seconds=seconds)
 
 
 def show_samples(run: Run, when: str, prompts: PromptDataset, engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """Policy, critic, reference: a model with its weights, and what trains it."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,13 @@ def optimizer_options(args: argparse.Namespace, lr: float, steps: int) -> Optimi
     )
 
 
-def _lm_head(hf: HFConfig, args: argparse.Namespace, topology: Topology, entropy: bool) -> Head:
-    options = LogprobOptions(args.temperature, args.logprob_chunk_tokens, entropy)
-    return logprob_head(hf.vocab, topology.at.tp, topology.groups.tp, options)
+def _rollout_logprobs(args: argparse.Namespace) -> LogprobOptions:
+    return LogprobOptions(args.temperature, args.logprob_chunk_tokens, entropy=True)
+
+
+def _data_logprobs(args: argparse.Namespace) -> LogprobOptions:
+    """Of texts that nobody sampled: no temperature."""
+    return LogprobOptions(chunk_tokens=args.logprob_chunk_tokens, entropy=False)
 
 
 def _value_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tensor:
@@ -89,8 +93,13 @@ def build_role(
     topology: Topology,
     kind: Kind = "lm",
     training: OptimizerOptions | None = None,
+    logprobs: LogprobOptions | None = None,
+    training_entropy: bool = False,
 ) -> Role:
-    """Builds a model, fills it from an HF folder, and adds DDP, optimizer and schedule where it is to be trained."""
+    """Builds a model, fills it from an HF folder, and adds DDP, optimizer and schedule where it is to be trained.
+
+    A language model has `logprobs`; training_entropy: the loss needs the entropy that `logprobs` asks for.
+    """
     before = platform.memory_allocated()
     hf, options = read_hf_config(folder), model_options(args)
     chunks: list[torch.nn.Module] = list(build_model(hf, topology, options, kind, args.seed))
@@ -103,9 +112,11 @@ def build_role(
         for chunk in chunks:
             chunk.requires_grad_(False)
     head = training_head = _value_head
-    if kind == "lm":
-        head = _lm_head(hf, args, topology, entropy=True)
-        training_head = _lm_head(hf, args, topology, entropy=args.entropy_coef > 0)
+    if logprobs is not None:
+        in_training = replace(logprobs, entropy=logprobs.entropy and training_entropy)
+        head, training_head = (
+            logprob_head(hf.vocab, topology.at.tp, topology.groups.tp, options) for options in (logprobs, in_training)
+        )
     return Role(
         name=name,
         kind=kind,
@@ -129,7 +140,9 @@ def _policy_steps(args: argparse.Namespace, iters: int) -> int:
 
 def build_policy(args: argparse.Namespace, topology: Topology) -> Role:
     steps = _policy_steps(args, args.train_iters - args.critic_warmup_iters)
-    return build_role("policy", args.hf_model, args, topology, training=optimizer_options(args, args.lr, steps))
+    training = optimizer_options(args, args.lr, steps)
+    logprobs, entropy = _rollout_logprobs(args), args.entropy_coef > 0
+    return build_role("policy", args.hf_model, args, topology, "lm", training, logprobs, entropy)
 
 
 def build_critic(args: argparse.Namespace, topology: Topology) -> Role | None:
@@ -145,7 +158,19 @@ def build_reference(args: argparse.Namespace, topology: Topology) -> Role | None
     """None where no KL is asked for."""
     if args.kl_coef == 0:
         return None
-    return build_role("reference", args.reference_hf_model or args.hf_model, args, topology)
+    folder = args.reference_hf_model or args.hf_model
+    return build_role("reference", folder, args, topology, logprobs=_rollout_logprobs(args))
+
+
+def build_preference_policy(args: argparse.Namespace, topology: Topology, steps: int) -> Role:
+    """The policy of train_dpo.py; `steps` is the number of optimizer steps of the run."""
+    training = optimizer_options(args, args.lr, steps)
+    return build_role("policy", args.hf_model, args, topology, "lm", training, _data_logprobs(args))
+
+
+def build_preference_reference(args: argparse.Namespace, topology: Topology) -> Role:
+    folder = args.reference_hf_model or args.hf_model
+    return build_role("reference", folder, args, topology, logprobs=_data_logprobs(args))
 
 
 def trained_weights(role: Role, topology: Topology) -> TrainedWeights:

@@ -21,7 +21,18 @@ MAX_SCRIPT_LINES = {"train_ppo.py": 250, "train_dpo.py": 200}
 LEAVES = ("batch", "platform", "failure", "weights.arch", "weights.layouts")
 ORDER = (
     *("initialize", "data", "logprobs", "models", "weights", "rollout", "rewards", "algorithms"),
-    *("flags", "arguments", "roles", "step", "objectives", "metrics", "builders", "report", "checkpoint"),
+    *(
+        "flags",
+        "arguments",
+        "roles",
+        "step",
+        "objectives",
+        "metrics",
+        "reference_cache",
+        "builders",
+        "report",
+        "checkpoint",
+    ),
 )
 FLAG_MODULES = ("flags", "arguments")
 PURE = ("batch", "algorithms.*", "weights.arch", "weights.layouts", "weights.plan")  # no megatron, no vllm
