@@ -116,6 +116,10 @@ class Engine:
         self.replicas: list[list[int]] = [[] for _ in range(self.num_replicas)]
         for rank, (replica, _) in sorted(enumerate(placement), key=lambda item: item[1]):
             self.replicas[replica].append(rank)
+        if not startup.can_place(self.replicas):
+            raise ValueError(
+                f"this torch cannot make replicas of ranks in the order {self.replicas}: use consecutive ones"
+            )
         self.replica_group = None
         for ranks in self.replicas:
             group = dist.new_group(ranks, backend="gloo")

@@ -70,6 +70,8 @@ def _blocks(hf: str, whole: Tensor, of: Tensor, param: str, into: Tensor) -> Ite
     """The copy `into[...] = of[...]` as blocks, both views seen as stacks of matrices."""
     if of.numel() != into.numel():
         raise NotImplementedError(f"{hf} is broadcast from {list(of.shape)} into {list(into.shape)} of {param}")
+    if of.numel() == 0:  # a rank that holds nothing but vocabulary padding
+        return
     of = of.reshape(into.shape)
     width = whole.shape[-1] if whole.ndim else 1
     axes = [(n, s, d) for n, s, d in zip(of.shape, of.stride(), into.stride(), strict=True) if n > 1]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_rl import platform
 from megatron_rl.initialize import Topology
@@ -120,16 +122,31 @@ def groups_of(placement: Sequence[Sequence[int]]) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     order = [rank for replica in placement for rank in replica]
-    make = parallel_state.init_model_parallel_group
+    make, new_group = parallel_state.init_model_parallel_group, dist.new_group
 
     def make_placed(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         return make([[order[rank] for rank in ranks] for ranks in group_ranks], *args, **kwargs)
 
+    def new_group_in_order(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        return new_group(ranks, *args, sort_ranks=False, **kwargs)
+
     parallel_state.init_model_parallel_group = make_placed
+    if not is_ascending(placement):
+        dist.new_group = new_group_in_order  # vLLM's collectives expect group ranks in the order of the list
     try:
         yield
     finally:
-        parallel_state.init_model_parallel_group = make
+        parallel_state.init_model_parallel_group, dist.new_group = make, new_group
+
+
+def is_ascending(placement: Sequence[Sequence[int]]) -> bool:
+    """Within each replica, ranks come in the order of their numbers."""
+    return all(list(ranks) == sorted(ranks) for ranks in placement)
+
+
+def can_place(placement: Sequence[Sequence[int]]) -> bool:
+    """Whether the installed torch can make these groups: those out of order need new_group(sort_ranks=False)."""
+    return is_ascending(placement) or "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class Transport:
         self.zeros = [view(targets[rect.param], rect) for rect in plan.zeros]
         device = next(iter(targets.values())).device
         peers = max(len({m.peer for m in plan.sends}), len({m.peer for m in plan.receives}))
-        share = bucket_bytes // max(1, _highest(peers, device)) // ALIGN * ALIGN
+        share = max(ALIGN, bucket_bytes // max(1, _highest(peers, device)) // ALIGN * ALIGN)
         self.sends = _rounds(plan.sends, sources, share, device)
         self.receives = _rounds(plan.receives, targets, share, device)
         self.bytes_permuted = sum(t.nbytes for t in self.into)

@@ -1,0 +1,180 @@
+"""The colocated engine on real vLLM: weights, log-probabilities, seeds and refusals, on one and several processes."""
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+from models.tiny import tiny_model
+from rollout import engine_program
+
+from megatron_rl.batch import Response
+
+Seen = list[dict[str, dict[str, Any]]]  # [rank][folder's name]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
+    """start(nproc, families, *flags) -> what each rank saw with each family's tiny model."""
+    models = tmp_path_factory.mktemp("models")
+
+    def run(nproc: int, families: list[str], *flags: object) -> Seen:
+        folders = [models / family for family in families]
+        for folder in folders:
+            if not folder.exists():
+                tiny_model(folder, folder.name)
+        out = tmp_path_factory.mktemp("out")
+        launch.check(launch.torchrun(nproc, "tests/rollout/engine_program.py", out, *folders, *flags, timeout=400))
+        ranks = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(nproc)]
+        return [{Path(folder).name: seen | {"folder": folder} for folder, seen in rank.items()} for rank in ranks]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def single(start: Callable[..., Seen]) -> dict[str, dict[str, Any]]:
+    return start(1, ["llama", "llama3", "qwen2", "qwen3"], "--faults")[0]
+
+
+def check_weights(seen: Seen) -> None:
+    """vLLM's parameters equal, bitwise, what vLLM itself loads from the HF tensors, after each of three syncs."""
+    for rank in seen:
+        for name, of_model in rank.items():
+            assert of_model["differ"] == [], name
+            assert [r.version for r in of_model["reports"]] == [1, 2, 3]
+
+
+@torch.no_grad()
+def check_logprobs(of_model: dict[str, Any], prompts: tuple = engine_program.PROMPTS * 2) -> None:
+    """The engine's log-probabilities equal those of transformers on the weights of the same step."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(of_model["folder"], dtype=torch.float32).eval()
+    for step, responses in enumerate(of_model["drawn"]):
+        model.load_state_dict(engine_program.values(of_model["folder"], step), strict=False)
+        for prompt, response in zip(prompts, responses, strict=True):
+            ids = torch.tensor(prompt + response.token_ids)
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            expected = logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
+            assert torch.allclose(torch.tensor(response.logprobs), expected, atol=1e-4), (of_model["folder"], step)
+            assert response.weight_version == step + 1
+
+
+def texts(responses: list[Response]) -> list[tuple[int, ...]]:
+    return [response.token_ids for response in responses]
+
+
+def test_weights_of_one_process(single: dict[str, dict[str, Any]]) -> None:
+    """One process: bitwise vLLM's own loading, for every dense family, tied and untied, with and without bias."""
+    check_weights([single])
+
+
+def test_logprobs_follow_every_sync(single: dict[str, dict[str, Any]]) -> None:
+    """Log-probabilities equal transformers' to 1e-4 after every sync: no stale weights, no stale prefix cache."""
+    for of_model in single.values():
+        check_logprobs(of_model)
+
+
+def test_nothing_received_where_layouts_agree(single: dict[str, dict[str, Any]]) -> None:
+    """At TP 1 nothing is received, and only QKV is stored twice; with one KV head a rank not even that."""
+    for name, of_model in single.items():
+        report = of_model["reports"][0]
+        assert report.bytes_received == 0
+        assert report.bytes_stored_twice == report.bytes_permuted
+        assert 0 < report.bytes_permuted < report.bytes_aliased, name
+
+
+def test_trainer_randomness_is_untouched(single: dict[str, dict[str, Any]]) -> None:
+    """Starting the engine and generating leave torch's generator where it was."""
+    for of_model in single.values():
+        assert of_model["rng_kept_by_start"] and of_model["rng_kept"]
+
+
+def test_seeds_decide(single: dict[str, dict[str, Any]]) -> None:
+    """The same seeds repeat a rollout, other seeds give another; samples of one prompt differ."""
+    for of_model in single.values():
+        last = of_model["drawn"][-1]
+        assert texts(last) == texts(of_model["again"]) != texts(of_model["other_seed"])
+        assert len(set(texts(last))) == len(last)
+
+
+def test_refuses_weights_that_are_not_the_trainers(single: dict[str, dict[str, Any]]) -> None:
+    """Before the first sync, asleep, after a failed sync, or with wrong weights generate raises and says why."""
+    for of_model in single.values():
+        faults = of_model["faults"]
+        assert "no weights yet" in of_model["refused_before_sync"]
+        assert "older than the trainer's" in of_model["refused_asleep"]
+        assert "older than the trainer's" in of_model["refused_wake"]
+        assert "moved to other memory" in faults["moved_alias"]
+        assert "failed or is not finished" in faults["refused_after_failure"]
+        assert faults["after_move"] == 1  # a tensor that is only read may move
+        assert "differ from the trainer's" in faults["corrupt"] and "q_proj.weight[0:" in faults["corrupt"]
+        assert "differ from the trainer's" in faults["refused_corrupt"]
+
+
+def test_bad_requests_are_named(single: dict[str, dict[str, Any]]) -> None:
+    """Prompts that vLLM would stop at midway, and unknown engine arguments, give one line with numbers and flag."""
+    for of_model in single.values():
+        faults = of_model["faults"]
+        assert faults["empty"] == "prompt 0 is empty"
+        assert "127 tokens" in faults["long"] and "--max-response-length" in faults["long"]
+        assert "vocabulary of 131" in faults["foreign"]
+        assert "tokenizer" in faults["stop"]
+        assert "enforce_eagre" in of_model["bad_vllm_args"] and "nearest: enforce_eager" in of_model["bad_vllm_args"]
+
+
+def test_stop_tokens_end_a_response(single: dict[str, dict[str, Any]]) -> None:
+    """A stop token is the response's last token, and the response is not truncated then."""
+    for of_model in single.values():
+        greedy, stopped = of_model["faults"]["greedy"], of_model["faults"]["stopped"]
+        assert greedy.truncated and not stopped.truncated
+        first = greedy.token_ids.index(stopped.token_ids[-1])
+        assert stopped.token_ids == greedy.token_ids[: first + 1] and first <= 2
+
+
+def check_replicas(seen: Seen) -> None:
+    """Ranks of a replica generate the same; replicas draw different samples; one may have nothing to do."""
+    for name in seen[0]:
+        ranks = [rank[name] for rank in seen]
+        for replica in ranks[0]["replicas"]:
+            assert len({str([texts(d) for d in ranks[r]["drawn"]]) for r in replica}) == 1
+        firsts = [ranks[replica[0]]["drawn"] for replica in ranks[0]["replicas"]]
+        assert len(set(chain(*(texts(drawn[0]) for drawn in firsts)))) == 4 * len(firsts)
+        assert [ranks[replica[0]]["uneven"] for replica in ranks[0]["replicas"]] == [1] * (len(firsts) - 1) + [0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nproc, flags",
+    [
+        (2, ["--tp", 2]),
+        (2, ["--rollout-tp", 2, "--copy"]),
+        (4, ["--tp", 2, "--pp", 2, "--rollout-tp", 2, "--bucket-bytes", 5000]),
+        (4, ["--tp", 2, "--pp", 2, "--rollout-tp", 4]),  # more ranks than KV heads
+        (4, ["--tp", 2, "--pp", 2, "--rollout-tp", 4, "--place"]),  # a replica of ranks 0, 2, 1, 3 in this order
+    ],
+)
+def test_any_layout(start: Callable[..., Seen], nproc: int, flags: list) -> None:
+    """Several processes, another layout in rollout than in training: weights bitwise, log-probabilities to 1e-4."""
+    seen = start(nproc, ["qwen2", "llama"], *flags)
+    check_weights(seen)
+    check_logprobs(seen[0]["qwen2"])
+    check_logprobs(seen[-1]["llama"])
+    check_replicas(seen)
+
+
+@pytest.mark.slow
+def test_placement_lowers_the_traffic(start: Callable[..., Seen]) -> None:
+    """TP 4 -> TP 2 with replicas of ranks that overlap: each rank receives half of its weights, what it lacks."""
+    placed = start(4, ["llama"], "--tp", 4, "--rollout-tp", 2, "--place")
+    check_weights(placed)
+    check_logprobs(placed[0]["llama"])
+    check_replicas(placed)
+    assert placed[0]["llama"]["replicas"] == [[0, 2], [1, 3]]
+    for rank in placed:
+        report = rank["llama"]["reports"][0]
+        total = report.bytes_received + report.bytes_permuted + report.bytes_aliased
+        assert report.bytes_received <= 0.5 * total
