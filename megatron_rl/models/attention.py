@@ -52,12 +52,8 @@ def flash_varlen(q_ThD: Tensor, k_TgD: Tensor, v_TgD: Tensor, packed: PackedSeqP
     options = {"scale": scale}
     known = inspect.signature(varlen_attn).parameters
     options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if k_TgD.shape[1] != q_ThD.shape[1]:
-        if "enable_gqa" in known:
-            options["enable_gqa"] = True
-        else:
-            repeats = q_ThD.shape[1] // k_TgD.shape[1]
-            k_TgD, v_TgD = (t.repeat_interleave(repeats, dim=1) for t in (k_TgD, v_TgD))
+    if "enable_gqa" in known:  # torch 2.11 groups heads without being asked
+        options["enable_gqa"] = k_TgD.shape[1] != q_ThD.shape[1]
     borders = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
     return varlen_attn(q_ThD, k_TgD.contiguous(), v_TgD.contiguous(), *borders, **options)
 
