@@ -76,7 +76,7 @@ def dry_run(recipe: str, config: dict, folder: Path, *flags: str) -> launch.Resu
         "TRAIN_DATA": str(folder / "prompts.jsonl"),
         "RDZV_HOST": "node0",
     }
-    return launch.run("bash", EXAMPLES / recipe, *flags, env=env)
+    return launch.run("bash", EXAMPLES / recipe, *flags, env=env, timeout=280)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -120,7 +120,7 @@ def test_missing_path_is_named(variable: str):
 @pytest.mark.skipif(Path(sys.prefix) != launch.ROOT / ".venv", reason="quickstart.sh uses .venv, this runs elsewhere")
 def test_quickstart_dry_run(smollm2: Path):
     """The quickstart's flags are valid for the model it unpacks; its environment and model are reused in seconds."""
-    result = launch.run("bash", EXAMPLES / "quickstart.sh", env={"DRY_RUN": "1"})
+    result = launch.run("bash", EXAMPLES / "quickstart.sh", env={"DRY_RUN": "1"}, timeout=280)
     assert "2 ranks" in launch.check(result)
 
 
