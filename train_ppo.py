@@ -20,9 +20,11 @@ from megatron_rl.algorithms.kl import KLController, kl_in_reward, update_kl
 from megatron_rl.arguments import parse, validate_ppo
 from megatron_rl.batch import Batch, Prompt, Sample, batch_of
 from megatron_rl.builders import Run
+from megatron_rl.checkpoint.load import load
+from megatron_rl.checkpoint.save import open_checkpoints
 from megatron_rl.data.packing import plan_micro_batches
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.failure import ending_together
+from megatron_rl.failure import catch_sigterm, ending_together
 from megatron_rl.flags import PPO
 from megatron_rl.metrics import timed
 from megatron_rl.models.config import read_hf_config
@@ -48,14 +50,22 @@ def train(args: argparse.Namespace) -> None:
     critic = build_critic(args, run.topology)  # None for estimators that need none
     reference = build_reference(args, run.topology)  # None where --kl-coef is 0
     engine = builders.build_engine(args, policy, run.topology)  # last: it takes the memory that the trainer left
-    kl = builders.build_kl(args)
     report.header(run, hf, [policy, critic, reference], prompts)
 
-    for step in range(1, args.train_iters + 1):
+    kl, done = builders.build_kl(args), 0
+    checkpoints = open_checkpoints(args, run.topology, run.recorder.print)
+    if restored := load(args, [policy, critic], run.topology, run.recorder.print):
+        done = restored.step
+        if done:  # 0: a converter's checkpoint, of weights alone
+            kl = builders.restored_kl(kl, restored.state["kl"])
+            prompts.restore(restored.state["data"])
+    stop = catch_sigterm()
+
+    for step in range(done + 1, args.train_iters + 1):
         with timed() as seconds:
             # rollout: weights first, then the KV cache; the cache leaves the device before training needs the room
             synchronise(run, engine)
-            if step == 1:
+            if step == done + 1:
                 report.show_samples(run, "before", prompts, engine)
             asked = prompts.next_batch(args.rollout_batch_size)
             samples = roll_out(run, engine, asked, step, args.n_samples_per_prompt)
@@ -69,6 +79,11 @@ def train(args: argparse.Namespace) -> None:
                 batch, kl = estimate(run, batch, scores_B, greedy_B, kl)
                 update(run, batch, policy, critic, kl, step)
         report.summarise(run.recorder, batch, step, seconds[0], update_seconds[0], prompts.epoch)
+        state = {"data": prompts.state(), "kl": kl.coefficient}
+        if checkpoints.after_step(step, [policy, critic], state, step == args.train_iters, stop()):
+            rewards.close()
+            run.recorder.print(f"stopped by SIGTERM after step {step} of {args.train_iters}")
+            return run.recorder.close()
 
     synchronise(run, engine)
     report.show_samples(run, "after", prompts, engine)

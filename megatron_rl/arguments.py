@@ -122,6 +122,9 @@ def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
             f"--expert-model-parallel-size {sizes.ep} does not divide the {data_parallel} data-parallel ranks"
         )
     check_layout(hf, sizes, args.sequence_parallel)
+    for flag, value in (("--save-interval", args.save_interval), ("--keep-last", args.keep_last)):
+        if value is not None and args.save is None:
+            raise ValueError(f"{flag} {value} needs --save DIR")
     if args.dataset_class is None:
         check_files(args.train_data, "--train-data")
     if args.data_weights is not None and len(args.data_weights) != len(args.train_data):

@@ -113,6 +113,11 @@ def build_kl(args: argparse.Namespace) -> KLController:
     return AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
 
 
+def restored_kl(kl: KLController, coefficient: float) -> KLController:
+    """An adaptive coefficient goes on from the checkpoint's; a fixed one is the flag's."""
+    return replace(kl, coefficient=coefficient) if isinstance(kl, AdaptiveKL) else kl
+
+
 def correction_options(args: argparse.Namespace) -> CorrectionOptions:
     return CorrectionOptions(
         level=args.rollout_correction,

@@ -1,10 +1,11 @@
 """One rank's error ends the run: it is printed once, by the rank that met it first, and the process leaves at once."""
 
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron_rl.platform import device_type
@@ -41,6 +42,22 @@ def ending_together() -> Iterator[None]:
             raise
         _wait(error)
         _leave(f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}", 1)
+
+
+def catch_sigterm() -> Callable[[], bool]:
+    """From now on SIGTERM asks for a stop, which the function returned tells of; a second one ends the process.
+
+    torchrun sends it to the other ranks of one that failed, too, and ends by SIGKILL who still lives 30 seconds later.
+    """
+    asked: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if asked:
+            os._exit(128 + number)
+        asked.append(number)
+
+    signal.signal(signal.SIGTERM, note)
+    return lambda: bool(asked)
 
 
 def _wait(error: BaseException) -> None:

@@ -149,6 +149,19 @@ def _run(group: Group) -> None:
     add("--dry-run", action="store_true", help="parse, validate, print layout and batch arithmetic, and exit")
 
 
+def _checkpoints(group: Group) -> None:
+    add = group.add_argument
+    add("--save", default=None, metavar="DIR",
+        help="write checkpoints here: every --save-interval steps, after the last one, and on SIGTERM")
+    add("--save-interval", type=count, default=None, metavar="N",
+        help="steps between checkpoints; default: only the last step's")
+    add("--keep-last", type=count, default=None, metavar="K", help="checkpoints to keep; default: all of them")
+    _switch(group, "--async-save", False, "write checkpoints while training goes on, from a copy in host memory")
+    add("--load", default=None, metavar="DIR",
+        help="go on from the last whole checkpoint here; may be the folder of --save")
+    _switch(group, "--exit-on-missing-checkpoint", False, "stop where --load has none, instead of starting fresh")
+
+
 def _data(group: Group) -> None:
     add = group.add_argument
     add("--train-data", nargs="+", required=True, metavar="FILE", help="jsonl, json, parquet or arrow files")
@@ -324,6 +337,7 @@ SHARED = {
     "optimizer": _optimizer,
     "batches": _batches,
     "data": _data,
+    "checkpoints": _checkpoints,
     "run": _run,
 }
 PPO = SHARED | {

@@ -19,6 +19,7 @@ from megatron_rl.models.heads import value_head
 from megatron_rl.models.optimizer import OptimizerOptions, build_optimizer, wrap_ddp
 from megatron_rl.rollout.engine import TrainedWeights
 from megatron_rl.weights.arch import Role as Kind
+from megatron_rl.weights.dist_io import hf_folder, is_dist_folder, load_weights
 from megatron_rl.weights.hf_io import blocks_of, export_model, load_model, named_tensors
 from megatron_rl.weights.layouts import Param, hf_shapes
 
@@ -29,7 +30,7 @@ class Role:
 
     name: str  # policy, critic or reference
     kind: Kind
-    folder: str  # the HF folder it started from
+    folder: str  # where its config.json and tokenizer are
     hf: HFConfig
     options: ModelOptions
     chunks: list[torch.nn.Module]
@@ -96,14 +97,19 @@ def build_role(
     logprobs: LogprobOptions | None = None,
     training_entropy: bool = False,
 ) -> Role:
-    """Builds a model, fills it from an HF folder, and adds DDP, optimizer and schedule where it is to be trained.
+    """Builds a model, fills it from an HF folder or from a role's folder of a checkpoint, and adds DDP, optimizer and
+    schedule where it is to be trained.
 
     A language model has `logprobs`; training_entropy: the loss needs the entropy that `logprobs` asks for.
     """
     before = platform.memory_allocated()
-    hf, options = read_hf_config(folder), model_options(args)
+    source = hf_folder(folder)
+    hf, options = read_hf_config(source), model_options(args)
     chunks: list[torch.nn.Module] = list(build_model(hf, topology, options, kind, args.seed))
-    loaded = load_model(folder, hf, chunks, topology, kind, options.transformer_impl, cast=True)
+    if is_dist_folder(folder):
+        loaded = load_weights(folder, hf, chunks, kind)
+    else:
+        loaded = load_model(folder, hf, chunks, topology, kind, options.transformer_impl, cast=True)
     optimizer = schedule = None
     if training is not None:
         chunks = list(wrap_ddp(chunks, topology, training))
@@ -120,7 +126,7 @@ def build_role(
     return Role(
         name=name,
         kind=kind,
-        folder=folder,
+        folder=str(source),
         hf=hf,
         options=options,
         chunks=chunks,

@@ -1,0 +1,145 @@
+"""Folders of checkpoints on the disk: which are whole, which are broken, how one becomes whole at a stroke.
+
+    DIR/iter_0000010/policy/            megatron-core's distributed checkpoint of a role, and hf/ beside it
+    DIR/iter_0000010/critic/
+    DIR/iter_0000010/rng/rank_00003.pt  generators of each rank
+    DIR/iter_0000010/state.json         step, schedules, data position, arguments
+    DIR/iter_0000010/integrity.json     size and SHA-256 of every other file; written last
+    DIR/iter_0000012.partial/           being written, or left by a run that was killed meanwhile
+    DIR/latest_checkpointed_iteration.txt
+
+A folder gets its name once its manifest is on the disk, so that one without ".partial" was whole when it was written.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+PARTIAL, REMOVED = ".partial", ".removed"
+MANIFEST, STATE = "integrity.json", "state.json"
+LATEST = "latest_checkpointed_iteration.txt"  # Megatron's name
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+def folder_name(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+def step_of(folder: Path) -> int | None:
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints in `folder`, newest first. `folder` may be a checkpoint itself."""
+    if (folder / MANIFEST).is_file() and step_of(folder) is not None:
+        return [folder]
+    found = [path for path in folder.glob("iter_*") if path.is_dir() and step_of(path) is not None]
+    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What a killed run was writing."""
+    return sorted(folder.glob(f"iter_*{PARTIAL}"))
+
+
+def contents(folder: Path) -> list[str]:
+    """Every file below `folder` but the manifest, as relative names."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in paths if path != folder / MANIFEST)
+
+
+def digest(path: Path) -> tuple[int, str]:
+    """(size, SHA-256)."""
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Puts a small file in place at a stroke, on the disk."""
+    partial = path.with_name(path.name + PARTIAL)
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in `folder` lasting."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder: Path, digests: dict[str, tuple[int, str]]) -> None:
+    missing = set(contents(folder)) ^ digests.keys()
+    assert not missing, f"the manifest and {folder} differ in {sorted(missing)}"
+    files = {name: {"bytes": size, "sha256": value} for name, (size, value) in sorted(digests.items())}
+    write_text(folder / MANIFEST, json.dumps({"algorithm": "sha256", "files": files}, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """Name -> (size, SHA-256). ValueError where there is none that can be read."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / MANIFEST} cannot be read: {error}") from error
+
+
+def problem_of(folder: Path, name: str, expected: tuple[int, str]) -> str | None:
+    """What is wrong with one file of the manifest."""
+    path, (size, value) = folder / name, expected
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"{path} has {found:,} bytes instead of {size:,}"
+        return None if digest(path)[1] == value else f"{path} is corrupted: its SHA-256 is not that of the manifest"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write checkpoint `step` into."""
+    partial = folder / (folder_name(step) + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(partial: Path) -> Path:
+    """Gives a written folder its name, in place of an older one, and marks it as the latest."""
+    final = partial.with_name(partial.name.removesuffix(PARTIAL))
+    if final.exists():
+        remove(final)
+    sync_folder(partial)
+    partial.rename(final)
+    sync_folder(final.parent)
+    write_text(final.parent / LATEST, f"{step_of(final)}\n")
+    return final
+
+
+def remove(folder: Path) -> None:
+    """Takes the name away first: a deletion that is cut short leaves nothing that looks whole."""
+    gone = folder.with_name(folder.name + REMOVED)
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def retain(folder: Path, newest: int, keep_last: int | None) -> None:
+    """Keeps the last K checkpoints up to step `newest`, and clears what killed runs left."""
+    for path in (*unfinished(folder), *folder.glob(f"iter_*{REMOVED}")):
+        shutil.rmtree(path, ignore_errors=True)
+    older = [path for path in checkpoints(folder) if (step_of(path) or 0) <= newest]
+    for path in older[keep_last:] if keep_last is not None else []:
+        remove(path)
