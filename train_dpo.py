@@ -19,8 +19,10 @@ from megatron_rl import builders, platform, report
 from megatron_rl.arguments import parse, validate_dpo
 from megatron_rl.batch import Batch, PreferencePair, batch_of_pairs, pack
 from megatron_rl.builders import Run, plan_pairs
+from megatron_rl.checkpoint.load import load
+from megatron_rl.checkpoint.save import open_checkpoints
 from megatron_rl.data.preferences import load_preferences
-from megatron_rl.failure import ending_together
+from megatron_rl.failure import catch_sigterm, ending_together
 from megatron_rl.flags import DPO
 from megatron_rl.metrics import timed
 from megatron_rl.models.config import read_hf_config
@@ -56,10 +58,17 @@ def train(args: argparse.Namespace) -> None:
     loss = builders.preference_loss_of(args)
     report.preference_header(run, hf, [policy, reference.resident], pairs.summary())
 
-    if held_out:
+    finished, checkpoints = 0, open_checkpoints(args, run.topology, run.recorder.print)
+    if restored := load(args, [policy], run.topology, run.recorder.print):
+        finished = restored.step
+        if finished:  # 0: a converter's checkpoint, of weights alone
+            pairs.restore(restored.state["data"])
+    stop = catch_sigterm()
+
+    if held_out and not finished:
         evaluate(run, policy, reference, held_out, loss)
         run.recorder.close_step(0)
-    for step in range(1, steps + 1):
+    for step in range(finished + 1, steps + 1):
         with timed() as seconds:
             chosen = pairs.next_batch(size)
             with timed() as update_seconds:
@@ -72,6 +81,9 @@ def train(args: argparse.Namespace) -> None:
             if held_out and (step % args.eval_interval == 0 or step == steps):
                 evaluate(run, policy, reference, held_out, loss)
         report.summarise(run.recorder, batch, step, seconds[0], update_seconds[0], pairs.epoch)
+        if checkpoints.after_step(step, [policy], {"data": pairs.state()}, step == steps, stop()):
+            run.recorder.print(f"stopped by SIGTERM after step {step} of {steps}")
+            return run.recorder.close()
 
     if args.save_hf:
         export_role(policy, f"{args.output_dir}/actor", run.topology)

@@ -60,8 +60,10 @@ RECIPES = {  # recipe -> (config.json of its model, ranks)
     "ppo_llama3_8b_8gpu.sh": (LLAMA3_8B, 8),
     "grpo_qwen2.5_7b_8gpu.sh": (QWEN25_7B, 8),
     "ppo_two_nodes.sh": (QWEN25_14B, 16),
+    "dpo_llama3_8b_8gpu.sh": (LLAMA3_8B, 8),
 }
-NEED_NO_DRY_RUN = {"quickstart.sh", "ppo_two_nodes.slurm"}  # tested below by themselves
+ON_THE_CPU = ("quickstart.sh", "dpo_smollm2_cpu.sh")
+NEED_NO_DRY_RUN = {*ON_THE_CPU, "ppo_two_nodes.slurm"}  # tested below by themselves
 
 
 def dry_run(recipe: str, config: dict, folder: Path, *flags: str) -> launch.Result:
@@ -117,10 +119,11 @@ def test_missing_path_is_named(variable: str):
     assert result.returncode != 0 and f"{variable}: the " in result.stderr
 
 
-@pytest.mark.skipif(Path(sys.prefix) != launch.ROOT / ".venv", reason="quickstart.sh uses .venv, this runs elsewhere")
-def test_quickstart_dry_run(smollm2: Path):
-    """The quickstart's flags are valid for the model it unpacks; its environment and model are reused in seconds."""
-    result = launch.run("bash", EXAMPLES / "quickstart.sh", env={"DRY_RUN": "1"}, timeout=280)
+@pytest.mark.skipif(Path(sys.prefix) != launch.ROOT / ".venv", reason="the recipes use .venv, this runs elsewhere")
+@pytest.mark.parametrize("recipe", ON_THE_CPU)
+def test_dry_run_on_the_cpu(recipe: str, smollm2: Path):
+    """The flags are valid for the model that the recipe unpacks; its environment and model are reused in seconds."""
+    result = launch.run("bash", EXAMPLES / recipe, env={"DRY_RUN": "1"}, timeout=280)
     assert "2 ranks" in launch.check(result)
 
 
