@@ -339,10 +339,17 @@ def _layout_fields(hf: HFConfig, sizes: Sizes, options: ModelOptions) -> dict[st
         first, last = first_and_last_layers(hf.layers, sizes.pp, sizes.vpp)
         values |= {
             "pipeline_dtype": options.params_dtype,
-            "variable_seq_lengths": True,  # packed micro-batches differ in length
             "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
             "num_layers_in_first_pipeline_stage": first,
             "num_layers_in_last_pipeline_stage": last,
+        }
+        # Packed micro-batches differ in length. Under the interleaved schedule they must not: where the stages before
+        # and after are one process (PP 2), megatron-core mixes up the shapes that it exchanges with both.
+        interleaved = sizes.vpp > 1
+        values |= {
+            "variable_seq_lengths": not interleaved,
+            "overlap_p2p_comm": interleaved,  # batched sends mix up the two directions likewise
+            "batch_p2p_comm": not interleaved,
         }
     return values
 

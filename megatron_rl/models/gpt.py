@@ -123,7 +123,8 @@ def forward(chunk: torch.nn.Module, micro: MicroBatch, head: Head) -> Tensor:
 
     The head gets (hidden_TH, weight, micro). Of a language model it works on this rank's slice of the vocabulary, so
     the gradient that it sends into hidden_TH is partial and is summed over TP here, on the way back. Of a value model
-    every TP rank computes the whole of it, and nothing is summed.
+    every TP rank computes the whole of it, and nothing is summed. With virtual stages all micro-batches of a schedule
+    have one length, the schedule's seq_length.
     """
     from megatron.core.utils import unwrap_model
 

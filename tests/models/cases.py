@@ -1,6 +1,7 @@
 """Micro-batches and losses that the layout tests compute on both sides: here and in transformers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,6 +31,20 @@ def micro_batch(lengths: list[int], vocab: int, seed: int) -> MicroBatch:
         labels_K=tokens[predict + 1],
         sequence_K=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths) - 1),
         num_sequences=len(lengths),
+    )
+
+
+def padded(micro: MicroBatch, length: int) -> MicroBatch:
+    """The micro-batch with a last sequence that nobody reads, of what is missing to `length` tokens."""
+    missing = length - micro.tokens_1T.shape[1]
+    if not missing:
+        return micro
+    return replace(
+        micro,
+        tokens_1T=torch.nn.functional.pad(micro.tokens_1T, (0, missing)),
+        positions_1T=torch.cat([micro.positions_1T, torch.arange(missing)[None]], dim=1),
+        cu_seqlens=torch.cat([micro.cu_seqlens, torch.tensor([length], dtype=torch.int32)]),
+        max_seqlen=max(micro.max_seqlen, missing),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import CLIP, EPS, LOSSES, LR, micro_batches
+from cases import CLIP, EPS, LOSSES, LR, micro_batches, padded
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,6 +24,7 @@ from megatron_rl.models.heads import Head, all_values, full_logits
 from megatron_rl.models.optimizer import OptimizerOptions, build_optimizer, wrap_ddp
 from megatron_rl.weights.hf_io import export_model, load_model
 
+LENGTH = 64  # of the longest micro-batch
 OPTIMIZER = OptimizerOptions(lr=LR, adam_eps=EPS, clip_grad=CLIP)
 
 
@@ -43,7 +44,7 @@ def run_schedule(chunks: list[Any], micros: list[MicroBatch], head: Head, loss: 
         data_iterator=[iter(micros) for _ in chunks],
         model=chunks,
         num_microbatches=len(micros),
-        seq_length=64,
+        seq_length=LENGTH,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -57,6 +58,8 @@ def step(hf: HFConfig, folder: Path, out: Path, topology: Topology, options: Mod
     assert not loaded.new_head and not loaded.ignored
     export_model(chunks, hf, topology, out.with_name(out.name + "-same"), folder, hf.head, max_shard="300KB")
     micros = micro_batches(hf.vocab)
+    if topology.vpp_size > 1:  # the interleaved schedule wants one length
+        micros = [padded(micro, LENGTH) for micro in micros]
     head = full_logits(hf.vocab) if hf.head == "lm" else all_values
     chunks = wrap_ddp(chunks, topology, OPTIMIZER)
     optimizer, _ = build_optimizer(chunks, OPTIMIZER)

@@ -118,7 +118,6 @@ def test_value_head_reads_the_places_that_predict(alone: Topology, tmp_path: Pat
     assert torch.equal(weight, model.output_layer.weight) and weight.std() > 0
 
 
-@pytest.mark.slow
 def test_smollm2_equals_transformers(alone: Topology, smollm2: Path):
     """SmolLM2-135M itself, float32: logits of a packed pair of sequences are transformers' to 1e-4."""
     from transformers import AutoModelForCausalLM
