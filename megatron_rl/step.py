@@ -59,6 +59,8 @@ def _run_schedule(
 ) -> list[Any]:
     """megatron-core's schedule for this layout; gives what the last stage collected, in micro-batch order."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.utils import get_model_config
 
     schedule = get_forward_backward_func(
         pp_size=topology.pp_size, vp_size=topology.vpp_size if len(chunks) > 1 else None
@@ -72,6 +74,7 @@ def _run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+        p2p_communicator=P2PCommunicator(topology.groups.pp, get_model_config(chunks[0])),
         pg_collection=topology.groups,
     )
 
