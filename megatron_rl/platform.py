@@ -136,11 +136,14 @@ def megatron() -> Iterator[None]:
     # before anything is swapped: importing them compiles functions, and torch.compile indexes torch.cuda as it is then
     import megatron.core.models.gpt  # noqa: F401
     import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    own = [(megatron_random, "_set_cuda_rng_state", _set_rng), (dispatcher, "maybe_move_tensor_to_cpu", _to_host)]
 
     _Shim.depth += 1
     undo: list[tuple[Any, str, Any]] = []
     try:
-        for owner, name, answer in [*_answers(), (megatron_random, "_set_cuda_rng_state", _set_rng)]:
+        for owner, name, answer in [*_answers(), *own]:
             undo.append((owner, name, vars(owner).get(name)))  # None: inherited
             setattr(owner, name, answer)
         with _OnCpu():
@@ -179,6 +182,11 @@ class _Stream:
 
 def _set_rng(state: Tensor, device: Any = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(state)
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron-core makes split sizes numbers where they come from a GPU only, and collectives take no tensors."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _answers() -> list[tuple[Any, str, Any]]:
