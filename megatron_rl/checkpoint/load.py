@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.state import (
 from megatron_rl.initialize import Topology
 from megatron_rl.metrics import timed
 from megatron_rl.roles import Role
-from megatron_rl.weights.dist_io import OPTIMIZER, load_sharded, model_state
+from megatron_rl.weights.dist_io import OPTIMIZER, fill_model, load_sharded, model_state
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,6 @@ def restore(
 
 
 def _restore_role(role: Role, folder: Path, saved: dict[str, Any]) -> str:
-    from megatron.core.utils import unwrap_model
-
     if role.name not in saved:
         raise ValueError(f"{folder} has no {role.name}, only {', '.join(saved)}: it was saved by another kind of run")
     entry = saved[role.name]
@@ -130,8 +128,7 @@ def _restore_role(role: Role, folder: Path, saved: dict[str, Any]) -> str:
     with platform.megatron():
         state = role_state(role, loading=True) if whole else model_state(role.chunks)
         loaded = load_sharded(state, folder / role.name, () if whole else (OPTIMIZER,))
-        for i, model in enumerate(unwrap_model(role.chunks)):
-            model.load_state_dict(loaded[f"model{i}"])
+        fill_model(role.chunks, loaded)
         if whole:
             restore_optimizer(role, loaded["optimizer"])
             restore_schedule(role, entry["schedule"])

@@ -68,7 +68,20 @@ def restore_optimizer(role: Role, state: dict[str, Any]) -> None:
         inner = saved["optimizer"] if "optimizer" in saved else saved
         for here, there in zip(part.param_groups, inner["param_groups"], strict=True):
             there.update({k: v for k, v in here.items() if k not in ("params", "step")})
-    role.optimizer.load_state_dict(state)
+        moments = saved.pop("param_state", None)
+        part.load_state_dict(saved)
+        if moments is not None:
+            _restore_moments(part, moments)
+
+
+def _restore_moments(part: Any, moments: dict[int, Any]) -> None:
+    """Of the distributed optimizer, without its count of steps: torch's Adam has one tensor a parameter for it, which
+    megatron-core looks for among the moments, and which it makes one and the same for all parameters.
+    """
+    steps = {param: state.pop("step") for param, state in part.optimizer.state.items() if "step" in state}
+    part.load_parameter_state_from_fully_reshardable(moments)
+    for param, step in steps.items():
+        part.optimizer.state[param]["step"] = step.clone()
 
 
 def _parts(optimizer: Any, state: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:

@@ -39,7 +39,19 @@ def model_state(chunks: list[torch.nn.Module]) -> dict[str, Any]:
     """megatron-core's sharded state of this rank's chunks; call it inside platform.megatron()."""
     from megatron.core.utils import unwrap_model
 
-    return {f"model{i}": m.sharded_state_dict(metadata=METADATA) for i, m in enumerate(unwrap_model(chunks))}
+    states = [model.sharded_state_dict(metadata=METADATA) for model in unwrap_model(chunks)]
+    return {
+        f"model{i}": {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+        for i, state in enumerate(states)
+    }
+
+
+def fill_model(chunks: list[torch.nn.Module], loaded: dict[str, Any]) -> None:
+    """Puts what load_sharded gave for model_state into the chunks: names were compared there."""
+    from megatron.core.utils import unwrap_model
+
+    for i, model in enumerate(unwrap_model(chunks)):
+        model.load_state_dict(loaded[f"model{i}"], strict=False)
 
 
 def load_sharded(state: dict[str, Any], folder: str | Path, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -65,8 +77,6 @@ def load_weights(folder: str | Path, hf: HFConfig, chunks: list[torch.nn.Module]
     """Fills this rank's chunks from a role's folder of a checkpoint; call it on every rank, before the optimizer is
     built. A value model takes its head from a value model's checkpoint, or keeps the fresh one.
     """
-    from megatron.core.utils import unwrap_model
-
     if role == "lm" and hf.head == "value":
         raise ValueError(f"{folder} is a value or reward model: it has no language-model head")
     new_head = role == "value" and hf.head == "lm"
@@ -75,8 +85,6 @@ def load_weights(folder: str | Path, hf: HFConfig, chunks: list[torch.nn.Module]
         for part in state.values() if new_head else ():
             part.pop(VALUE_HEAD.megatron, None)
         without = (OPTIMIZER, VALUE_HEAD.megatron) if new_head else (OPTIMIZER,)
-        loaded = load_sharded(state, folder, without)
-        for i, model in enumerate(unwrap_model(chunks)):
-            model.load_state_dict(loaded[f"model{i}"], strict=not new_head)
+        fill_model(chunks, load_sharded(state, folder, without))
     tensors = named_tensors(chunks).values()
     return Loaded(len(tensors), sum(t.nbytes for t in tensors), new_head, ())

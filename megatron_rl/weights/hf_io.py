@@ -5,7 +5,7 @@ Nothing is ever whole in memory but the tensor and the output shard at hand.
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -195,39 +195,56 @@ class HFWriter:
     """Writes a folder's tensors, in the order of `shapes`, into `folder`.partial, and renames it when all are there.
 
     Files and index are named as transformers names them. As a context manager it leaves nothing behind on an error.
+    Of several processes, which `meet` at a barrier, each writes the output shards of its `rank`.
     """
 
     def __init__(
         self,
         folder: str | Path,
         shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype,
+        dtype: torch.dtype | Mapping[str, torch.dtype],
         max_shard: str | int = "5GB",
+        rank: int = 0,
+        world: int = 1,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder, self.shapes, self.dtype = Path(folder), dict(shapes), dtype
+        self.folder, self.shapes = Path(folder), dict(shapes)
+        self.dtypes = {name: dtype if isinstance(dtype, torch.dtype) else dtype[name] for name in shapes}
         self.partial = self.folder.with_name(self.folder.name + ".partial")
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
         limit, size = shard_bytes(max_shard), 0
         self._shards: list[list[str]] = [[]]
-        for name, shape in self.shapes.items():
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
+        for name in self.shapes:
+            nbytes = self._bytes(name)
             if self._shards[-1] and size + nbytes > limit:
                 self._shards.append([])
                 size = 0
             self._shards[-1].append(name)
             size += nbytes
+        self._rank, self._mine, self._meet = rank, range(rank, len(self._shards), world), meet
         self._held: dict[str, Tensor] = {}
         self._done = 0
+        if rank == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+        meet()
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that this process writes, in order."""
+        return [name for shard in self._mine for name in self._shards[shard]]
+
+    def _bytes(self, name: str) -> int:
+        return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Takes the next tensor; a full shard goes to the disk."""
-        expected = self._shards[self._done][len(self._held)]
+        shard = self._mine[self._done]
+        expected = self._shards[shard][len(self._held)]
         assert name == expected, f"{name} was written where {expected} comes next"
-        assert tuple(tensor.shape) == self.shapes[name] and tensor.dtype == self.dtype, name
+        assert tuple(tensor.shape) == self.shapes[name] and tensor.dtype == self.dtypes[name], name
         self._held[name] = tensor.contiguous()
-        if len(self._held) == len(self._shards[self._done]):
-            save_file(self._held, self.partial / self._file(self._done), metadata={"format": "pt"})
+        if len(self._held) == len(self._shards[shard]):
+            save_file(self._held, self.partial / self._file(shard), metadata={"format": "pt"})
             self._held, self._done = {}, self._done + 1
 
     def _file(self, shard: int) -> str:
@@ -236,11 +253,17 @@ class HFWriter:
 
     def close(self) -> None:
         """Writes the index and puts the folder under its name, in place of an older one."""
-        assert self._done == len(self._shards), f"{self._done} of {len(self._shards)} shards were written"
+        assert self._done == len(self._mine), f"{self._done} of {len(self._mine)} shards were written"
+        self._meet()
+        if self._rank == 0:
+            self._finish()
+        self._meet()
+
+    def _finish(self) -> None:
         if len(self._shards) > 1:
             numel = sum(torch.Size(shape).numel() for shape in self.shapes.values())
             weight_map = {name: self._file(i) for i, names in enumerate(self._shards) for name in names}
-            metadata = {"total_parameters": numel, "total_size": numel * self.dtype.itemsize}
+            metadata = {"total_parameters": numel, "total_size": sum(map(self._bytes, self.shapes))}
             index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             (self.partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         old = self.folder.with_name(self.folder.name + ".old")
