@@ -41,10 +41,19 @@ class StepReport:
     learning_rate: float
 
 
+def _share(plan: Plan, topology: Topology) -> list[list[int]]:
+    """This data-parallel rank's micro-batches; virtual stages take them in groups of as many as there are stages."""
+    mine = plan[topology.at.dp]
+    return mine + [[]] * (-len(mine) % topology.pp_size if topology.vpp_size > 1 else 0)
+
+
 def _micro_batches(batch: Batch, mine: list[list[int]], topology: Topology) -> list[MicroBatch]:
     """Packs this rank's micro-batches; an empty one becomes the shortest sequence with weight 0."""
     multiple = topology.tp_size  # sequence parallelism cuts T over the tensor-parallel ranks
     shortest = min(range(len(batch)), key=lambda i: len(batch.sequences[i]))
+    if topology.vpp_size > 1:  # the interleaved schedule exchanges one shape: all are padded to the longest
+        longest = max(sum(len(batch.sequences[i]) for i in index or [shortest]) for index in mine)
+        multiple *= -(-longest // multiple)
     micros = []
     for index in mine:
         micro = pack(batch, index or [shortest], topology.device, multiple)
@@ -87,7 +96,7 @@ def forward_only(
     Rows of a language model: log-probabilities and entropies; of a value model: values.
     """
     chunks = role.chunks
-    mine = plan[topology.at.dp]
+    mine = _share(plan, topology)
     micros = _micro_batches(batch, mine, topology)
 
     def forward_step(micro_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -133,7 +142,7 @@ def train_step(
     Raises FloatingPointError where the gradient norm is not finite, or skips the update with `skip_non_finite`.
     """
     chunks, optimizer = role.chunks, role.optimizer
-    micros = _micro_batches(batch, plan[topology.at.dp], topology)
+    micros = _micro_batches(batch, _share(plan, topology), topology)
 
     def forward_step(micro_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         micro = next(micro_iterator)
