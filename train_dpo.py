@@ -49,8 +49,7 @@ def train(args: argparse.Namespace) -> None:
     run = builders.start(args, load_tokenizer(args.hf_model))
     pairs = load_preferences(builders.pair_options(args), run.tokenizer)
     held_out = builders.load_held_out(args, run.tokenizer)
-    size = builders.pairs_per_step(args)
-    steps = args.train_iters or args.epochs * pairs.batches_per_epoch(size)
+    steps = builders.preference_steps(args, pairs)
 
     # a reference that only computes beforehand has left the device when the policy comes
     reference = build_reference(run, {"train": pairs.pairs, "eval": held_out})
@@ -70,7 +69,7 @@ def train(args: argparse.Namespace) -> None:
         run.recorder.close_step(0)
     for step in range(finished + 1, steps + 1):
         with timed() as seconds:
-            chosen = pairs.next_batch(size)
+            chosen = pairs.next_batch(builders.pairs_per_step(args))
             with timed() as update_seconds:
                 batch = batch_of_pairs(chosen)
                 plan = plan_pairs(args, batch, run.topology)
