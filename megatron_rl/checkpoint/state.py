@@ -43,7 +43,7 @@ def role_state(role: Role, loading: bool) -> dict[str, Any]:
     state = model_state(role.chunks)
     begin_optimizer(role.optimizer)
     # a copy: the optimizer pops what it has matched
-    state["optimizer"] = role.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=METADATA)
+    state["optimizer"] = role.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(METADATA))
     return state
 
 

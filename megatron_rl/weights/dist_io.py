@@ -39,7 +39,7 @@ def model_state(chunks: list[torch.nn.Module]) -> dict[str, Any]:
     """megatron-core's sharded state of this rank's chunks; call it inside platform.megatron()."""
     from megatron.core.utils import unwrap_model
 
-    states = [model.sharded_state_dict(metadata=METADATA) for model in unwrap_model(chunks)]
+    states = [model.sharded_state_dict(metadata=dict(METADATA)) for model in unwrap_model(chunks)]
     return {
         f"model{i}": {name: value for name, value in state.items() if not name.endswith("_extra_state")}
         for i, state in enumerate(states)

@@ -1,0 +1,100 @@
+"""Checkpoints of real megatron models and optimizers, saved in one layout and loaded in another."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models.tiny import tiny_model, tiny_tokenizer
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+PROGRAM = "tests/checkpoint_program.py"
+
+
+def flags(model: Path, tp: int = 1, pp: int = 1, *more: object) -> list[str]:
+    layout = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
+    fixed = ["--hf-model", model, "--train-data", "none", "--lr", "1e-2", *layout]
+    return [str(word) for word in (*fixed, *more)]
+
+
+def tensors(role: Path, vocab: int = 131) -> dict[str, torch.Tensor]:
+    """Every tensor of a role's folder, read by torch alone; of vocabularies the real rows."""
+    reader = dcp.FileSystemReader(role)
+    found = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in found.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return {k: v[:vocab] if "embedding" in k or ("output_layer" in k and len(v) > 1) else v for k, v in state.items()}
+
+
+def assert_same(first: Path, second: Path) -> int:
+    """Two roles' folders hold the same names and the same numbers, weights and optimizer; how many they are."""
+    a, b = tensors(first), tensors(second)
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    differ = [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+    assert not differ, differ
+    assert any(name.startswith("optimizer.state.exp_avg_sq") for name in a)
+    return len(a)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama with a tied embedding and four layers."""
+    folder = tmp_path_factory.mktemp("model")
+    return tiny_tokenizer(tiny_model(folder, "llama3", num_hidden_layers=4))
+
+
+def play(torchrun: Callable[..., str], folder: Path, ranks: int, scenes: list[dict], timeout: float = 280) -> str:
+    plan = folder / f"plan_{ranks}.json"
+    plan.write_text(json.dumps(scenes))
+    return torchrun(ranks, PROGRAM, plan, timeout=timeout)
+
+
+@pytest.mark.slow
+def test_layouts_exchange_weights_and_optimizer(torchrun, tmp_path, model):
+    """TP2 -> PP2 -> PP2 with two chunks -> DP2 -> one rank keep every bit, and TP2 goes on from there as it would."""
+    a, b, c, d, e, f = (tmp_path / name for name in "abcdef")
+    scenes = [
+        ("TP2", flags(model, 2, 1, "--save", a, "--save-interval", 1), 3),
+        ("PP2", flags(model, 1, 2, "--load", a / "iter_0000002", "--save", b), 0),
+        ("VPP", flags(model, 1, 2, "--num-virtual-stages-per-pipeline-rank", 2, "--load", b, "--save", c), 0),
+        ("DP2", flags(model, 1, 1, "--load", c, "--save", d, "--async-save"), 0),
+        ("TP2 again", flags(model, 2, 1, "--load", d, "--save", f), 1),
+        ("other optimizer", flags(model, 1, 2, "--no-use-distributed-optimizer", "--save", tmp_path / "g"), 1),
+        ("and back", flags(model, 1, 1, "--no-use-distributed-optimizer", "--load", tmp_path / "g", "--save", e), 0),
+    ]
+    keys = ("name", "flags", "steps")
+    out = play(torchrun, tmp_path, 2, [dict(zip(keys, scene, strict=True)) for scene in scenes])
+    for other in (b, c, d):
+        for role in ("policy", "critic"):
+            assert assert_same(a / "iter_0000002" / role, other / "iter_0000002" / role) > 50
+    for role in ("policy", "critic"):
+        assert_same(a / "iter_0000003" / role, f / "iter_0000003" / role)
+        assert_same(tmp_path / "g" / "iter_0000001" / role, e / "iter_0000001" / role)
+    assert "PP2: [load]" in out and "optimizer step 2" in out and "TP 2 -> 1" in out
+    one = tmp_path / "one"
+    play(torchrun, tmp_path, 1, [{"name": "DP1", "flags": flags(model, 1, 1, "--load", d, "--save", one)}])
+    assert_same(d / "iter_0000002" / "policy", one / "iter_0000002" / "policy")
+
+
+@pytest.mark.slow
+def test_experts_over_ranks_and_back(torchrun, tmp_path):
+    """A mixture of experts trained with EP 2 keeps weights and optimizer when it is loaded with EP 1."""
+    model = tiny_tokenizer(tiny_model(tmp_path / "model", "mixtral", num_hidden_layers=2))
+    a, b = tmp_path / "a", tmp_path / "b"
+    experts = ("--expert-model-parallel-size", 2, "--advantage-estimator", "grpo", "--n-samples-per-prompt", 2)
+    scenes = [
+        {"name": "EP2", "flags": flags(model, 1, 1, *experts, "--save", a), "steps": 1},
+        {"name": "EP1", "flags": flags(model, 1, 1, "--advantage-estimator", "grpo", "--load", a, "--save", b)},
+    ]
+    play(torchrun, tmp_path, 2, scenes)
+    assert_same(a / "iter_0000001" / "policy", b / "iter_0000001" / "policy")
+    before = load_file(model / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
+    after = tensors(b / "iter_0000001" / "policy")["decoder.layers.0.self_attention.linear_proj.weight"]
+    assert not torch.equal(before.to(after.dtype), after)
