@@ -133,8 +133,12 @@ def megatron() -> Iterator[None]:
     if device_type() == "cuda" or _Shim.depth:
         yield
         return
-    # before anything is swapped: importing them compiles functions, and torch.compile indexes torch.cuda as it is then
-    import megatron.core.models.gpt  # noqa: F401
+    # Nothing may be compiled while names are swapped: torch.compile indexes torch.cuda on its first use as it finds it,
+    # for good. megatron-core compiles functions where it is imported, so that comes first.
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
@@ -146,7 +150,7 @@ def megatron() -> Iterator[None]:
         for owner, name, answer in [*_answers(), *own]:
             undo.append((owner, name, vars(owner).get(name)))  # None: inherited
             setattr(owner, name, answer)
-        with _OnCpu():
+        with _OnCpu(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for owner, name, old in undo:
