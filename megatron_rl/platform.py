@@ -133,7 +133,7 @@ def megatron() -> Iterator[None]:
     if device_type() == "cuda" or _Shim.depth:
         yield
         return
-    # Nothing may be compiled while names are swapped: torch.compile indexes torch.cuda on its first use as it finds it,
+    # Nothing may be compiled while names are swapped: on its first use torch.compile indexes torch.cuda as it is then,
     # for good. megatron-core compiles functions where it is imported, so that comes first.
     from megatron.core import jit
 
