@@ -54,7 +54,7 @@ def by_hand(folder: Path) -> dict[str, tuple[dict[str, float], dict[str, Tensor]
     return found
 
 
-@pytest.mark.parametrize("processes", CASES)
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_and_packing_gives_the_same_loss_and_gradient(
     processes: int, tmp_path: Path, torchrun: Callable[..., str]
 ):
