@@ -49,8 +49,9 @@ def train(args: argparse.Namespace) -> None:
     policy = build_policy(args, run.topology)
     critic = build_critic(args, run.topology)  # None for estimators that need none
     reference = build_reference(args, run.topology)  # None where --kl-coef is 0
-    engine = builders.build_engine(args, policy, run.topology)  # last: it takes the memory that the trainer left
-    report.header(run, hf, [policy, critic, reference], prompts)
+    roles = [policy, critic, reference]
+    engine = builders.build_engine(args, roles, run.topology)  # last: it takes the memory that the trainer left
+    report.header(run, hf, roles, prompts)
 
     kl, done = builders.build_kl(args), 0
     checkpoints = open_checkpoints(args, run.topology, run.recorder.print)

@@ -15,7 +15,7 @@ from megatron_rl.data import preferences
 from megatron_rl.data.packing import PackingOptions, plan_micro_batches
 from megatron_rl.data.prompts import PromptDataset, PromptOptions
 from megatron_rl.initialize import Topology, initialize
-from megatron_rl.metrics import Recorder, open_recorder
+from megatron_rl.metrics import Recorder, bytes_text, open_recorder
 from megatron_rl.objectives import (
     MinibatchOptions,
     PolicyObjective,
@@ -72,21 +72,49 @@ def build_rewards(args: argparse.Namespace, prompts: PromptDataset) -> RuleRewar
     return rewards
 
 
-def build_engine(args: argparse.Namespace, policy: Role, topology: Topology) -> Engine:
-    """The vLLM engine on the policy's live weights."""
-    cache = args.kv_cache_gb
+def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine:
+    """The vLLM engine on the live weights of the first role, beside all of them."""
+    policy = roles[0]
+    assert policy is not None, "the policy comes first"
+    tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size
     options = EngineOptions(
         max_model_len=args.max_prompt_length + args.max_response_length,
         dtype=policy.options.params_dtype,
-        tensor_parallel_size=args.rollout_tensor_parallel_size or args.tensor_model_parallel_size,
-        kv_cache_bytes=None if cache is None else int(cache * 1e9),
+        tensor_parallel_size=tp,
+        kv_cache_bytes=_kv_cache_bytes(args, roles, tp, topology),
         share_weights=args.rollout_weights == "alias",
         bucket_bytes=int(args.reshard_bucket_mb * (1 << 20)),
         with_tokenizer=bool(args.stop),
         seed=args.seed,
         vllm_args=args.vllm_args,
     )
-    return Engine(args.hf_model, options, topology, trained_weights(policy, topology))
+    return Engine(policy.folder, options, topology, trained_weights(policy, topology))
+
+
+def _kv_cache_bytes(args: argparse.Namespace, roles: list[Role | None], tp: int, topology: Topology) -> int:
+    """What the step's samples need, but no more than the optimizers, which take memory in the first step, will leave.
+
+    ValueError where not even one sequence fits.
+    """
+    if args.kv_cache_gb is not None:
+        return int(args.kv_cache_gb * 1e9)
+    hf, block = roles[0].hf, 128  # tokens; what vLLM rounds a sequence up to, at most
+    a_token = 2 * hf.layers * max(1, hf.kv_heads // tp) * hf.head_dim * (2 if args.bf16 else 4)
+    a_sequence = (-(-(args.max_prompt_length + args.max_response_length) // block) + 1) * block * a_token
+    replicas = topology.world_size // tp
+    wanted = -(-args.rollout_batch_size * args.n_samples_per_prompt // replicas) * a_sequence
+    platform.empty_cache()
+    free, total = platform.device_memory()
+    if platform.device_type() == "cpu":
+        free //= topology.gpus_per_node  # the machine's memory is everybody's
+    room = free - total // 8 - sum(role.bytes_to_come for role in roles if role is not None)
+    if room < a_sequence:
+        raise ValueError(
+            f"{bytes_text(free)} are free beside the models and {bytes_text(total // 8)} stay in reserve: no room for "
+            f"a KV cache of one sequence ({bytes_text(a_sequence)}). Lower --max-response-length, raise "
+            "--tensor-model-parallel-size, or set --kv-cache-gb"
+        )
+    return min(wanted, room)
 
 
 def sampling_options(args: argparse.Namespace, greedy: bool = False) -> SamplingOptions:

@@ -74,6 +74,8 @@ def _model(group: Group) -> None:
         help="any field of megatron-core's TransformerConfig")
     _switch(group, "--bf16", True,
         "weights and activations in bfloat16 with float32 master weights; --no-bf16 trains in float32")
+    _switch(group, "--fp32-residual-connection", False,
+        "keep the residual stream between layers in float32: the log-probabilities of trainer and engine come closer")
     add("--recompute-granularity", choices=["full", "selective"], default=None,
         help="recompute activations in the backward pass: whole layers, or core attention alone")
     add("--recompute-num-layers", type=count, default=1,
@@ -209,7 +211,7 @@ def _rollout(group: Group) -> None:
         help="sample among the k likeliest tokens; -1: all. Otherwise the importance ratio is no longer exact")
     add("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end a response")
     add("--kv-cache-gb", type=amount, default=None, metavar="GB",
-        help="KV cache of each rank's engine in GB; default: 0.5 on the CPU, what fits beside the models on a GPU")
+        help="KV cache of each rank's engine in GB; default: what the step's samples need, if the models leave it")
     add("--rollout-weights", default="alias", choices=["alias", "copy"],
         help="alias: the engine reads the trainer's memory where the bytes agree; copy: it has its own")
     add("--reshard-bucket-mb", type=amount, default=256, metavar="MB",

@@ -43,7 +43,11 @@ def _all_reduce(tensor: Tensor, shard: VocabShard, op: dist.ReduceOp.RedOpType) 
 
 
 def _chunk_logits(hidden_CH: Tensor, weight_vH: Tensor, temperature: float, shard: VocabShard) -> Tensor:
-    logits_Cv = (hidden_CH @ weight_vH.t()).float()
+    """float32 logits of a chunk; the product is accumulated into float32, as vLLM's float32 head does."""
+    if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
+        logits_Cv = torch.mm(hidden_CH, weight_vH.t(), out_dtype=torch.float32)
+    else:
+        logits_Cv = hidden_CH.float() @ weight_vH.float().t()
     if temperature != 1.0:
         logits_Cv /= temperature
     logits_Cv[:, shard.real :] = float("-inf")

@@ -20,8 +20,8 @@ from megatron_rl.models.optimizer import OptimizerOptions, build_optimizer, wrap
 from megatron_rl.rollout.engine import TrainedWeights
 from megatron_rl.weights.arch import Role as Kind
 from megatron_rl.weights.dist_io import hf_folder, is_dist_folder, load_weights
-from megatron_rl.weights.hf_io import blocks_of, export_model, load_model, named_tensors
-from megatron_rl.weights.layouts import Param, hf_shapes
+from megatron_rl.weights.hf_io import export_model, layout_of, load_model, parameters_of
+from megatron_rl.weights.layouts import hf_shapes, megatron_shards
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Role:
     optimizer: Any
     schedule: Any
     new_head: bool  # a value head that did not come from the folder
+    bytes_to_come: int  # that the optimizer's moments take on this rank in the first step
     bytes_held: int  # that building it took on this rank's device: weights, gradients, master weights
 
 
@@ -52,7 +53,7 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
         recompute_granularity=args.recompute_granularity,
         recompute_method="uniform" if full else None,
         recompute_num_layers=args.recompute_num_layers if full else None,
-        overrides=args.transformer_config,
+        overrides={"fp32_residual_connection": args.fp32_residual_connection} | args.transformer_config,
     )
 
 
@@ -135,8 +136,15 @@ def build_role(
         optimizer=optimizer,
         schedule=schedule,
         new_head=loaded.new_head,
+        bytes_to_come=_moments(chunks, training, topology) if training is not None else 0,
         bytes_held=platform.memory_allocated() - before,
     )
+
+
+def _moments(chunks: list[torch.nn.Module], training: OptimizerOptions, topology: Topology) -> int:
+    """Bytes of Adam's two float32 moments on this rank."""
+    count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
+    return 8 * count // (topology.dp_size if training.use_distributed_optimizer else 1)
 
 
 def _policy_steps(args: argparse.Namespace, iters: int) -> int:
@@ -181,16 +189,10 @@ def build_preference_reference(args: argparse.Namespace, topology: Topology) -> 
 
 def trained_weights(role: Role, topology: Topology) -> TrainedWeights:
     """What every rank holds of a language model, for the engine's plan."""
-    kinds: dict[tuple[int, int, int], int] = {}
-    shards: list[tuple[Param, ...]] = []
-    of_rank = []
-    for rank, at in enumerate(topology.everyone):
-        key = (at.tp, at.pp, at.ep)
-        if key not in kinds:
-            kinds[key] = len(shards)
-            shards.append(blocks_of(role.hf, topology, rank, role.kind, role.options.transformer_impl))
-        of_rank.append(kinds[key])
-    return TrainedWeights(named_tensors(role.chunks), shards, of_rank, hf_shapes(dims(role.hf), role.kind))
+    where = [(at.tp, at.pp, at.ep) for at in topology.everyone]
+    shapes, impl = dims(role.hf), role.options.transformer_impl
+    shards, of_rank = megatron_shards(shapes, layout_of(role.hf, topology), where, role.kind, impl)
+    return TrainedWeights(parameters_of(role.chunks), shards, of_rank, hf_shapes(shapes, role.kind))
 
 
 def export_role(role: Role, folder: str | Path, topology: Topology) -> None:

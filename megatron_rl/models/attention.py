@@ -1,9 +1,10 @@
-"""Attention over packed sequences, and rotary embeddings from each token's own position.
+"""Attention over packed sequences, with rotary embeddings of each token's own position.
 
 Shape suffixes: T tokens, h query heads and g key-value heads of this TP rank, D head dimension.
 """
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,17 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rl import platform
 from megatron_rl.batch import MicroBatch
-from megatron_rl.models.config import HFConfig, RopeScaling
+from megatron_rl.models.config import RopeScaling
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """What the attention layers need to know of a micro-batch; qkv_format "sbhd" keeps megatron-core's [T, 1, h, D]."""
+
+    cos_TD: Tensor | None = None  # float32, of each token's own position, D / 2 frequencies
+    sin_TD: Tensor | None = None
 
 
 class PackedAttention(MegatronModule):
@@ -32,12 +42,13 @@ class PackedAttention(MegatronModule):
         attention_mask: None,
         attn_mask_type: Any = None,
         attention_bias: None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         """[T, 1, h, D], [T, 1, g, D], [T, 1, g, D] -> [T, 1, h * D]."""
         assert packed_seq_params is not None, "training data is packed, every forward pass gives its borders"
         assert attention_mask is None and attention_bias is None, "the borders are the only mask"
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        angles = packed_seq_params.cos_TD, packed_seq_params.sin_TD
+        q, k, v = Rotate.apply(query.squeeze(1), *angles), Rotate.apply(key.squeeze(1), *angles), value.squeeze(1)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
             out_ThD = flash_varlen(q, k, v, packed_seq_params, self.scale)
         else:
@@ -59,40 +70,61 @@ def flash_varlen(q_ThD: Tensor, k_TgD: Tensor, v_TgD: Tensor, packed: PackedSeqP
 
 
 def attend_each(q_ThD: Tensor, k_TgD: Tensor, v_TgD: Tensor, borders: list[int], scale: float | None) -> Tensor:
-    """torch's SDPA, one sequence after the other. Any device, any dtype."""
+    """torch's SDPA in float32, one sequence after the other. Any device, any dtype.
+
+    In bfloat16 SDPA rounds the probabilities on the CPU, which vLLM's kernel does not.
+    """
+    dtype, (q_ThD, k_TgD, v_TgD) = q_ThD.dtype, (t.float() for t in (q_ThD, k_TgD, v_TgD))
     gqa = k_TgD.shape[1] != q_ThD.shape[1]
     pieces = []
     for start, end in zip(borders[:-1], borders[1:], strict=True):
         q, k, v = (t[start:end].transpose(0, 1)[None] for t in (q_ThD, k_TgD, v_TgD))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
         pieces.append(out[0].transpose(0, 1))
-    return torch.cat(pieces)
+    return torch.cat(pieces).to(dtype)
 
 
-def packed_seq_params(micro: MicroBatch) -> PackedSeqParams:
-    """qkv_format "sbhd" keeps megatron-core's [T, 1, h, D]; only our attention reads the borders."""
-    return PackedSeqParams(
+def packed_sequences(micro: MicroBatch, frequencies_D: Tensor, dtype: torch.dtype) -> PackedSequences:
+    """Borders and rotary angles of a micro-batch, computed once for all layers.
+
+    Cosines and sines are rounded to the model's type, as transformers and vLLM do: an error that all three share.
+    """
+    angles_TD = micro.positions_1T[0, :, None].float() * frequencies_D
+    return PackedSequences(
         qkv_format="sbhd",
         cu_seqlens_q=micro.cu_seqlens,
         cu_seqlens_kv=micro.cu_seqlens,
         max_seqlen_q=micro.max_seqlen,
         max_seqlen_kv=micro.max_seqlen,
+        cos_TD=angles_TD.cos().to(dtype).float(),
+        sin_TD=angles_TD.sin().to(dtype).float(),
     )
 
 
-class Rotary(torch.nn.Module):
-    """Angles of each token's own position; takes the place of megatron-core's multimodal rotary embedding, which is
-    the one that is given position ids."""
+def _turn(x_ThD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    first, second = x_ThD.float().chunk(2, dim=-1)
+    cos, sin = cos_TD[:, None], sin_TD[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_ThD.dtype)
 
-    def __init__(self, hf: HFConfig, device: torch.device) -> None:
-        super().__init__()
-        # not a buffer: .to(bfloat16) on the model must leave it in float32
-        self.inverse_frequencies = inverse_frequencies(hf.rope_theta, hf.head_dim, hf.rope).to(device)
 
-    def forward(self, position_ids: Tensor, mrope_section: None = None, cp_group: Any = None) -> Tensor:
-        """[1, T] positions -> [T, 1, 1, D] angles in float32, each frequency twice."""
-        angles = position_ids[0, :, None].float() * self.inverse_frequencies
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+turn = torch.compile(_turn, dynamic=True) if platform.device_type() == "cuda" else _turn
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary embedding, RoFormer (arXiv 2104.09864), equation 34, halves as Llama pairs them: in float32, rounded once.
+
+    The gradient is the rotation back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ThD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return turn(x_ThD, cos_TD, sin_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ThD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos_TD, sin_TD = ctx.saved_tensors
+        return turn(grad_ThD, cos_TD, -sin_TD), None, None
 
 
 def inverse_frequencies(theta: float, head_dim: int, rope: RopeScaling) -> Tensor:

@@ -4,6 +4,7 @@ Shape suffixes: T tokens of the packed micro-batch, t this TP rank's slice of th
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,7 +36,9 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        """x may be float32 (fp32_residual_connection); what comes out feeds a product in the weights' type."""
+        normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return normed.to(self.weight.dtype)
 
 
 def sizes_of(topology: Topology) -> Sizes:
@@ -74,7 +77,7 @@ def _build_chunk(
 ) -> "GPTModel":
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_rl.models.attention import Rotary
+    from megatron_rl.models.attention import inverse_frequencies
 
     chunk = GPTModel(
         config=config,
@@ -88,9 +91,8 @@ def _build_chunk(
         pg_collection=topology.groups,
         vp_stage=index if topology.vpp_size > 1 else None,
     )
-    # GPTModel hands position ids to the multimodal rotary embedding only; ours takes its place
-    chunk.position_embedding_type, chunk.mrope_section = "mrope", None
-    chunk.rotary_pos_emb = Rotary(hf, topology.device)
+    # position_embedding_type "none": our attention rotates, each token by its own position. Not a buffer: stays float32
+    chunk.frequencies_D = inverse_frequencies(hf.rope_theta, hf.head_dim, hf.rope).to(topology.device)
     if role == "value" and chunk.post_process:
         chunk.output_layer = ValueHead(hf.hidden, config.params_dtype, topology.device)
     return chunk
@@ -101,6 +103,7 @@ def _layer_spec(config: TransformerConfig) -> tuple["ModuleSpec", type]:
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     from megatron_rl.models.attention import PackedAttention
+    from megatron_rl.models.mlp import GatedMLP
 
     options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if config.transformer_impl == "transformer_engine":
@@ -112,6 +115,8 @@ def _layer_spec(config: TransformerConfig) -> tuple["ModuleSpec", type]:
         layer = specs.get_gpt_layer_local_spec(**options, normalization="RMSNorm")
         own, final = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}, RMSNorm
         own_qk = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
+    if not config.num_moe_experts:
+        own["mlp"] = partial(GatedMLP.as_mlp_submodule, **layer.submodules.mlp.keywords)
     attention = layer.submodules.self_attention
     inner = replace(attention.submodules, core_attention=PackedAttention, **own_qk)
     submodules = replace(layer.submodules, self_attention=replace(attention, submodules=inner), **own)
@@ -128,7 +133,7 @@ def forward(chunk: torch.nn.Module, micro: MicroBatch, head: Head) -> Tensor:
     """
     from megatron.core.utils import unwrap_model
 
-    from megatron_rl.models.attention import packed_seq_params
+    from megatron_rl.models.attention import packed_sequences
 
     model = unwrap_model(chunk)
     parallel = model.config.sequence_parallel
@@ -150,7 +155,7 @@ def forward(chunk: torch.nn.Module, micro: MicroBatch, head: Head) -> Tensor:
             input_ids=micro.tokens_1T,
             position_ids=micro.positions_1T,
             attention_mask=None,
-            packed_seq_params=packed_seq_params(micro),
+            packed_seq_params=packed_sequences(micro, model.frequencies_D, model.config.params_dtype),
             output_processor=on_last_chunk,
         )
 

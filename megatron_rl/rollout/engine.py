@@ -41,7 +41,7 @@ class EngineOptions:
     dtype: torch.dtype  # the trainer's
     tensor_parallel_size: int = 1
     kv_cache_bytes: int | None = None  # of this rank; None: 512 MB on the CPU, else gpu_memory_utilization decides
-    gpu_memory_utilization: float = 0.6  # of the GPU's memory, everything of this process included
+    gpu_memory_utilization: float = 0.6  # of the GPU's memory, used where kv_cache_bytes is None
     share_weights: bool = True  # parameters with the same bytes on both sides are the trainer's memory
     placement: Placement | None = None  # (replica, rollout TP rank) of every rank; None: consecutive ranks
     bucket_bytes: int = 256 << 20  # of packed weights that travel at a time, in each direction
@@ -143,14 +143,22 @@ class Engine:
             distributed_executor_backend="external_launcher",
             max_model_len=options.max_model_len,
             kv_cache_memory_bytes=options.kv_cache_bytes or (512 << 20 if on_cpu else None),
-            gpu_memory_utilization=options.gpu_memory_utilization,
+            gpu_memory_utilization=self._memory_utilization(),
             enable_sleep_mode=self.sleeps,
             logprobs_mode="processed_logprobs",
             disable_custom_all_reduce=True,
+            hf_overrides={"head_dtype": "float32"},  # logits unrounded, as the trainer's are
             seed=options.seed,
         )
         with startup.own_rng(options.seed), startup.unique_shared_memory(), startup.groups_of(self.replicas):
             return LLM(**(arguments | dict(options.vllm_args)))
+
+    def _memory_utilization(self) -> float:
+        """vLLM refuses to start where less than this share of the device is free, also when it is told its cache."""
+        if self.options.kv_cache_bytes is None:
+            return self.options.gpu_memory_utilization
+        free, total = platform.device_memory()
+        return 0.9 * free / total
 
     def _bind(self, model: "nn.Module") -> dict[str, Tensor]:
         """Called by vLLM's loader: learns the layout, plans, and gives each vLLM parameter its memory."""
@@ -192,15 +200,19 @@ class Engine:
 
         Wakes the weights (not the KV cache) of a sleeping engine. After an exception generate() refuses.
         """
-        dist.barrier(group=self.topology.cpu_group)  # so that the time is the sync's, not what a rank waits for others
-        started = time.perf_counter()
         self._not_ready = f"weight sync {self.version + 1} failed or is not finished"
         if not self._awake and self.sleeps:
+            platform.empty_cache()  # what training has freed and torch still caches is what vLLM is about to map
             self.llm.wake_up(tags=["weights"])
+        platform.synchronize()
+        dist.barrier(group=self.topology.cpu_group)  # so that the time is the sync's, not what a rank waits for others
+        started = time.perf_counter()
         self._follow_moved_tensors()
         with torch.no_grad():
             moved = self.transport.run()
             self.live.repack()
+        platform.synchronize()
+        seconds = time.perf_counter() - started
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self.version += 1
@@ -211,7 +223,7 @@ class Engine:
             bytes_permuted=moved.bytes_permuted,
             bytes_aliased=sum(t.nbytes for t in self.live.memory.values()) - own,
             bytes_stored_twice=moved.bytes_permuted,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             version=self.version,
         )
 

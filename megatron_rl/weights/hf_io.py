@@ -136,12 +136,17 @@ def fill(folder: HFFolder, params: Iterable[Param], tensors: Mapping[str, Tensor
     return total
 
 
-def named_tensors(chunks: list[torch.nn.Module]) -> dict[str, Tensor]:
-    """layouts.Param's keys -> the parameters' data, of chunks that may be wrapped in DDP."""
+def parameters_of(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """layouts.Param's keys -> the parameters, of chunks that may be wrapped in DDP."""
     from megatron.core.utils import unwrap_model
 
     models = enumerate(unwrap_model(chunks))
-    return {f"{i}:{name}": param.data for i, model in models for name, param in model.named_parameters()}
+    return {f"{i}:{name}": param for i, model in models for name, param in model.named_parameters()}
+
+
+def named_tensors(chunks: list[torch.nn.Module]) -> dict[str, Tensor]:
+    """The same keys -> the parameters' data as it lies now."""
+    return {key: param.data for key, param in parameters_of(chunks).items()}
 
 
 def blocks_of(hf: HFConfig, topology: Topology, rank: int, role: Role, impl: TransformerImpl) -> tuple[Param, ...]:
