@@ -3,10 +3,12 @@
     checkpoint_program.py PLAN.json
 
 PLAN is a list of scenes: {"name", "flags", "steps"}; a scene builds policy and critic in the layout of its
-flags, loads, makes so many optimizer steps, saves after each, and says what it did.
+flags, loads, makes so many optimizer steps, saves after each, and says what it did. "limit": files larger than so many
+bytes fail from the second save on, as on a full disk; "error": the scene is to fail, and says how.
 """
 
 import json
+import resource
 import sys
 from typing import Any
 
@@ -65,6 +67,8 @@ def play(scene: dict[str, Any]) -> None:
         checkpoints.save(done, roles, restored.state if restored else {})
     for step in range(done + 1, done + scene.get("steps", 0) + 1):
         train(roles, step, topology)
+        if "limit" in scene and step > done + 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (scene["limit"], resource.RLIM_INFINITY))
         checkpoints.after_step(step, roles, {"position": step}, last=step == done + scene["steps"])
     checkpoints.close()
     with platform.megatron():
@@ -85,6 +89,7 @@ def main() -> None:
         try:
             play(scene)
         except (ValueError, OSError) as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             if "error" not in scene:
                 raise
             print(f"{scene['name']}: {type(error).__name__}: {error}", flush=True)

@@ -1,13 +1,15 @@
 """Checkpoints of real megatron models and optimizers, saved in one layout and loaded in another."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import launch
 import pytest
 import torch
 from models.tiny import tiny_model, tiny_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -98,3 +100,58 @@ def test_experts_over_ranks_and_back(torchrun, tmp_path):
     before = load_file(model / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
     after = tensors(b / "iter_0000001" / "policy")["decoder.layers.0.self_attention.linear_proj.weight"]
     assert not torch.equal(before.to(after.dtype), after)
+
+
+@pytest.mark.slow
+def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(torchrun, tmp_path, model):
+    """A full disk or a folder that cannot be stops the run with the reason; the earlier checkpoint stays whole."""
+    full, nowhere = tmp_path / "full", model / "config.json" / "checkpoints"
+    saving = ("--save-interval", 1, "--keep-last", 1, "--save")
+    scenes = [
+        {"name": "full", "flags": flags(model, 1, 1, *saving, full), "steps": 2, "limit": 200_000, "error": True},
+        {"name": "async", "flags": flags(model, 1, 1, *saving, full, "--async-save"), "steps": 2, "error": True}
+        | {"limit": 200_000},
+        {"name": "nowhere", "flags": flags(model, 1, 1, *saving, nowhere), "steps": 1, "error": True},
+        {"name": "after", "flags": flags(model, 1, 1, "--load", full)},
+    ]
+    out = play(torchrun, tmp_path, 1, scenes)
+    for name in ("full", "async"):
+        assert f"{name}: OSError: the checkpoint could not be written" in out
+    assert "File too large" in out and f"earlier ones in {full} are whole" in out
+    assert "nowhere: OSError" in out and "Not a directory" in out
+    assert "after: [load]" in out and "step 1, policy weights, optimizer and schedule" in out
+    assert sorted(path.name for path in full.glob("iter_*")) == ["iter_0000001"]
+
+
+@pytest.mark.slow
+def test_roles_from_folders_of_every_kind(torchrun, tmp_path, model):
+    """A converted checkpoint is weights in any layout; critics come from score.weight, a causal LM or a checkpoint."""
+    scored = tiny_model(tmp_path / "scored", "llama3", "SequenceClassification", num_hidden_layers=4)
+    wrong = tiny_model(tmp_path / "wrong", "llama3", "SequenceClassification", num_hidden_layers=4, num_labels=1)
+    weights = load_file(wrong / "model.safetensors")
+    save_file(weights | {"score.weight": torch.zeros(1, 64)}, wrong / "model.safetensors", metadata={"format": "pt"})
+    for source, name in ((model, "lm"), (scored, "value")):
+        tool = launch.ROOT / "tools/convert_hf_to_megatron.py"
+        launch.check(launch.run(sys.executable, tool, "--hf-model", source, "--save", tmp_path / name))
+    lm, value = tmp_path / "lm", tmp_path / "value" / "iter_0000000" / "critic"
+    scenes = [
+        ("fp32", ["--no-bf16", "--load", lm, "--critic-hf-model", scored], "a"),
+        ("checkpoint", ["--no-bf16", "--critic-hf-model", value], "b"),
+        ("language model", ["--no-bf16", "--critic-hf-model", lm / "iter_0000000" / "policy"], "c"),
+        ("wrong head", ["--critic-hf-model", wrong], "d"),
+    ]
+    plan = [
+        {"name": name, "flags": flags(model, 2, 1, *more, "--save", tmp_path / save), "error": True}
+        for name, more, save in scenes
+    ]
+    out = play(torchrun, tmp_path, 2, plan)
+    assert "fp32: [load]" in out and "step 0, policy weights; critic as its folder has it" in out
+    assert "wrong head: ValueError" in out and "score.weight is (1, 64), not (1, 128)" in out
+    mine = {name: tensors(tmp_path / name / "iter_0000000" / "critic") for name in "abc"}
+    head = load_file(scored / "model.safetensors")["score.weight"]
+    assert torch.equal(mine["a"]["output_layer.weight"], head) and torch.equal(mine["b"]["output_layer.weight"], head)
+    assert not torch.equal(mine["c"]["output_layer.weight"], head) and mine["c"]["output_layer.weight"].any()
+    assert mine["a"].keys() == mine["b"].keys() == mine["c"].keys()
+    assert all(torch.equal(mine["a"][name], mine["b"][name]) for name in mine["a"])
+    source, policy = load_file(model / "model.safetensors"), tensors(tmp_path / "a" / "iter_0000000" / "policy")
+    assert torch.equal(policy["embedding.word_embeddings.weight"], source["model.embed_tokens.weight"])

@@ -119,6 +119,8 @@ def restore(
 
 
 def _restore_role(role: Role, folder: Path, saved: dict[str, Any]) -> str:
+    if role.name not in saved and all(entry["schedule"] is None for entry in saved.values()):
+        return f"{role.name} as its folder has it"
     if role.name not in saved:
         raise ValueError(f"{folder} has no {role.name}, only {', '.join(saved)}: it was saved by another kind of run")
     entry = saved[role.name]
@@ -130,9 +132,9 @@ def _restore_role(role: Role, folder: Path, saved: dict[str, Any]) -> str:
         loaded = load_sharded(state, folder / role.name, () if whole else (OPTIMIZER,))
         fill_model(role.chunks, loaded)
         if whole:
-            restore_optimizer(role, loaded["optimizer"])
+            restore_optimizer(role, loaded["optimizer"], entry["updates"])
             restore_schedule(role, entry["schedule"])
         else:
             role.optimizer.reload_model_params()
-    what = f"weights, optimizer and schedule (optimizer step {entry['schedule'] - 1})" if whole else "weights"
+    what = f"weights, optimizer and schedule (optimizer step {entry['updates']})" if whole else "weights"
     return f"{role.name} {what}"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl import platform
 from megatron_rl.checkpoint import files
-from megatron_rl.checkpoint.state import plain, role_state, save_rng, trained
+from megatron_rl.checkpoint.state import optimizer_step, plain, role_state, save_rng, trained
 from megatron_rl.initialize import Topology
 from megatron_rl.metrics import bytes_text, timed
 from megatron_rl.roles import Role
@@ -139,7 +139,11 @@ class Checkpoints:
         text = {
             "step": step,
             "state": plain(state),
-            "roles": {role.name: {"kind": role.kind, "schedule": role.schedule.num_steps} for role in roles},
+            "roles": {
+                role.name: {"kind": role.kind, "schedule": role.schedule.num_steps}
+                | {"updates": optimizer_step(role.optimizer)}
+                for role in roles
+            },
             "layout": {"tp": topology.tp_size, "pp": topology.pp_size, "vpp": topology.vpp_size}
             | {"ep": topology.ep_size, "dp": topology.dp_size, "ranks": topology.world_size},
             "arguments": plain(self._arguments),

@@ -62,16 +62,32 @@ def begin_optimizer(optimizer: Any) -> None:
                 inner.state[param] = {"step": torch.tensor(0.0), **moments}
 
 
-def restore_optimizer(role: Role, state: dict[str, Any]) -> None:
+def optimizer_step(optimizer: Any) -> int:
+    """Updates so far, which are fewer than the schedule's steps where some were skipped."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for counted in (*part.optimizer.state.values(), *part.optimizer.param_groups):
+            if "step" in counted:
+                return int(counted["step"])
+    return 0
+
+
+def restore_optimizer(role: Role, state: dict[str, Any], step: int) -> None:
     """Loads what role_state asked for. Rates and decay are those of this run's flags, not of the checkpoint."""
-    for part, saved in _parts(role.optimizer, state):
-        inner = saved["optimizer"] if "optimizer" in saved else saved
-        for here, there in zip(part.param_groups, inner["param_groups"], strict=True):
-            there.update({k: v for k, v in here.items() if k not in ("params", "step")})
-        moments = saved.pop("param_state", None)
-        part.load_state_dict(saved)
-        if moments is not None:
-            _restore_moments(part, moments)
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    parts = getattr(role.optimizer, "chained_optimizers", [role.optimizer])
+    for i, part in enumerate(parts):
+        saved = state if len(parts) == 1 else state[i]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in part.param_groups]
+        if isinstance(part, DistributedOptimizer):
+            # what is not a tensor has another form where experts had an optimizer of their own: it is all known here
+            part.load_state_dict({"optimizer": {"param_groups": [group | {"step": step} for group in groups]}})
+            _restore_moments(part, saved["param_state"])
+        else:
+            inner = saved["optimizer"] if "optimizer" in saved else saved
+            for here, there in zip(groups, inner["param_groups"], strict=True):
+                there.update(here)
+            part.load_state_dict(saved)
 
 
 def _restore_moments(part: Any, moments: dict[int, Any]) -> None:
@@ -82,13 +98,6 @@ def _restore_moments(part: Any, moments: dict[int, Any]) -> None:
     part.load_parameter_state_from_fully_reshardable(moments)
     for param, step in steps.items():
         part.optimizer.state[param]["step"] = step.clone()
-
-
-def _parts(optimizer: Any, state: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(chained) == 1:
-        return [(chained[0], state)]
-    return [(part, state[i]) for i, part in enumerate(chained)]
 
 
 def restore_schedule(role: Role, steps: int) -> None:
