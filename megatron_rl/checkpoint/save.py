@@ -44,8 +44,6 @@ class _Job:
             self.digests = {name: files.digest(self.partial / name) for name in self.names}
         except OSError as error:
             self.error = f"{error.filename or self.partial}: {error.strerror or error}"
-        except RuntimeError as error:  # torch's zip writer hides the errno of a full disk behind one of its own
-            self.error = f"{self.partial}: {str(error).splitlines()[0]}"
 
 
 class Checkpoints:
@@ -248,11 +246,20 @@ def _write(request: Any) -> list[str]:
     _, buckets, results = request.async_fn_args
     written = {}
     for i, bucket in enumerate(buckets):
-        _, outcome = FileSystemWriterAsync.write_preloaded_data(
-            transforms, i, bucket, None, None, use_fsync=os.environ.get("MEGATRON_RL_FSYNC", "1") == "1"
-        )
+        _, outcome = FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, None, None, use_fsync=True)
+        if isinstance(outcome, RuntimeError):  # torch's zip writer says that a write failed, but not why
+            _ask_the_disk(bucket[0], outcome)
         if isinstance(outcome, Exception):
             raise outcome
         written[i] = outcome
     results.put(written)
     return [path for path, _, _ in buckets]
+
+
+def _ask_the_disk(path: str, failure: RuntimeError) -> None:
+    """Raises what the disk says to one more megabyte in the file; OSError with the failure's words if it takes it."""
+    with open(path, "ab") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+    raise OSError(None, str(failure).splitlines()[0], path) from failure

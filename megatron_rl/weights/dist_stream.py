@@ -4,7 +4,6 @@ The names are those of arch.py's table for one rank that holds everything; of th
 which megatron-core's local layers write too. Experts of a layer are one tensor [experts, ...] in the checkpoint.
 """
 
-import gc
 import io
 import json
 import re
@@ -41,7 +40,6 @@ from megatron_rl.weights.layouts import Param, check_names, megatron_blocks, tra
 
 COMMON = "common_state/shard_0_1"  # megatron-core's place for what is not a tensor
 PADDED = (EMBEDDING.megatron, LM_HEAD.megatron)  # the number of their last rows depends on the writer's TP
-COLLECT_BYTES = 32_000_000
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 
 
@@ -107,21 +105,19 @@ def write_role(source: HFFolder, hf: HFConfig, role: Role, folder: Path, rank: i
         (folder / "metadata.json").write_text(
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )
-    total = held = 0
+    total = 0
 
     def make(index: MetadataIndex) -> Any:
-        nonlocal total, held
+        nonlocal total
         if index.fqn == COMMON:
             return nothing
-        if held > COLLECT_BYTES:  # torch.save leaves each tensor in a reference cycle
-            gc.collect()
-            held = 0
         stored = mine[index.fqn, tuple(index.offset or ())]
         tensor = torch.empty(stored.param.shape, dtype=source.dtype(stored.param.blocks[0].hf))
-        total, held = total + fill(source, [stored.param], {stored.param.key: tensor}), held + tensor.nbytes
+        total += fill(source, [stored.param], {stored.param.key: tensor})
         return tensor.view(stored.sizes)
 
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    # a file for each tensor: torch's writer keeps the tensors of a file until the file is closed
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
     dcp.save({}, storage_writer=writer, planner=_Planner(items, make), no_dist=world == 1)
     return total
 
