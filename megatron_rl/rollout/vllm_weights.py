@@ -90,6 +90,19 @@ class LiveModel:
                 slot.fill()
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
+    @contextmanager
+    def on(self, memory: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+        """vLLM's model with every parameter on other memory inside; for loading beside the live weights."""
+        try:
+            for slot in self._slots:
+                slot.fill()
+                slot.param.data = memory[slot.name]
+            yield self.model
+        finally:
+            for slot in self._slots:
+                slot.fill()
+            self.repack()
+
 
 def register_live_loader(bind: Bind) -> LiveModel:
     """Makes load_format=LOAD_FORMAT build the model around what `bind` returns, for the next LLM() of this process."""

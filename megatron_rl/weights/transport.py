@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl import platform
+from megatron_rl.weights.permute import BatchedCopy
 from megatron_rl.weights.plan import Move, Plan
 from megatron_rl.weights.rects import Rect
 
@@ -33,8 +34,7 @@ class _Packet:
     """This rank's traffic with one peer in one round."""
 
     peer: int
-    params: list[Tensor]  # views of parameters
-    packed: list[Tensor]  # views of the buffer, of the same shapes
+    copy: BatchedCopy  # parameters to buffer before it is sent, buffer to parameters after it came
     flat: Tensor  # the bytes of the buffer that travel
 
 
@@ -44,16 +44,18 @@ class Transport:
     def __init__(
         self, plan: Plan, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], bucket_bytes: int
     ) -> None:
-        pairs = [(view(targets[c.dst.param], c.dst), view(sources[c.src.param], c.src)) for c in plan.copies]
-        self.into = [into if into.ndim >= of.ndim else into.view(of.shape) for into, of in pairs]
-        self.of = [of if of.ndim >= into.ndim else of.view(into.shape) for into, of in pairs]
+        self.local = BatchedCopy(
+            [view(targets[c.dst.param], c.dst) for c in plan.copies],
+            [view(sources[c.src.param], c.src) for c in plan.copies],
+        )
         self.zeros = [view(targets[rect.param], rect) for rect in plan.zeros]
         device = next(iter(targets.values())).device
         peers = max(len({m.peer for m in plan.sends}), len({m.peer for m in plan.receives}))
         share = max(ALIGN, bucket_bytes // max(1, _highest(peers, device)) // ALIGN * ALIGN)
-        self.sends = _rounds(plan.sends, sources, share, device)
-        self.receives = _rounds(plan.receives, targets, share, device)
-        self.bytes_permuted = sum(t.nbytes for t in self.into)
+        self.sends, sending = _rounds(plan.sends, sources, share, device, into_buffer=True)
+        self.receives, receiving = _rounds(plan.receives, targets, share, device, into_buffer=False)
+        self.bytes_buffered = sending + receiving
+        self.bytes_permuted = self.local.nbytes
         self.bytes_received = sum(m.flat.nbytes for packets in self.receives for m in packets)
 
     def run(self) -> Moved:
@@ -61,8 +63,7 @@ class Transport:
         platform.synchronize()
         started = time.perf_counter()
         travelling = self._post(0)
-        if self.into:
-            torch._foreach_copy_(self.into, self.of)
+        self.local.run()
         if self.zeros:
             torch._foreach_zero_(self.zeros)
         for number in range(max(len(self.sends), len(self.receives))):
@@ -70,14 +71,14 @@ class Transport:
             for work in travelling:
                 work.wait()
             for packet in _of(self.receives, number):
-                torch._foreach_copy_(packet.params, packet.packed)
+                packet.copy.run()
             travelling = ahead
         platform.synchronize()
         return Moved(self.bytes_received, self.bytes_permuted, time.perf_counter() - started)
 
     def _post(self, number: int) -> list[dist.Work]:
         for packet in _of(self.sends, number):
-            torch._foreach_copy_(packet.packed, packet.params)
+            packet.copy.run()
         operations = [dist.P2POp(dist.irecv, m.flat, m.peer) for m in _of(self.receives, number)]
         operations += [dist.P2POp(dist.isend, m.flat, m.peer) for m in _of(self.sends, number)]
         return dist.batch_isend_irecv(operations) if operations else []
@@ -106,35 +107,40 @@ def _highest(peers: int, device: torch.device) -> int:
 
 
 def _rounds(
-    moves: Sequence[Move], tensors: Mapping[str, Tensor], share: int, device: torch.device
-) -> list[list[_Packet]]:
+    moves: Sequence[Move], tensors: Mapping[str, Tensor], share: int, device: torch.device, into_buffer: bool
+) -> tuple[list[list[_Packet]], int]:
     """Cuts what goes to each peer into packets of at most `share` bytes; round r holds the r-th packet of each.
 
-    Both ends of a pair list rectangles of the same shapes in the same order, so they cut alike.
+    Gives the bytes of the buffers too. Both ends of a pair list rectangles of the same shapes in the same order, so
+    they cut alike.
     """
     rounds: list[list[_Packet]] = []
+    total = 0
     by_peer: dict[int, list[Rect]] = {}
     for move in moves:
         by_peer.setdefault(move.peer, []).append(move.rect)
     for peer, of_peer in sorted(by_peer.items()):
         packets = list(_cut(of_peer, tensors, share))
         largest = max(sum(_nbytes(rect, tensors) for rect in rects) for rects in packets)
+        largest += -largest % ALIGN
         buffers = torch.empty(min(2, len(packets)), largest, dtype=torch.uint8, device=device)
+        total += buffers.nbytes
         for number, rects in enumerate(packets):
             if len(rounds) <= number:
                 rounds.append([])
-            rounds[number].append(_packet(peer, rects, tensors, buffers[number % 2]))
-    return rounds
+            rounds[number].append(_packet(peer, rects, tensors, buffers[number % 2], into_buffer))
+    return rounds, total
 
 
-def _packet(peer: int, rects: list[Rect], tensors: Mapping[str, Tensor], buffer: Tensor) -> _Packet:
+def _packet(peer: int, rects: list[Rect], tensors: Mapping[str, Tensor], buffer: Tensor, into_buffer: bool) -> _Packet:
     params, packed, at = [], [], 0
     for rect in rects:
         params.append(view(tensors[rect.param], rect))
         size = _nbytes(rect, tensors)
         packed.append(buffer[at : at + size].view(params[-1].dtype).view(params[-1].shape))
         at += size
-    return _Packet(peer, params, packed, buffer[:at])
+    copy = BatchedCopy(packed, params) if into_buffer else BatchedCopy(params, packed)
+    return _Packet(peer, copy, buffer[:at])
 
 
 def _nbytes(rect: Rect, tensors: Mapping[str, Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_transport.py: a plan's targets after transport, compared with the HF tensors themselves."""
+"""Run under torchrun by test_transport.py: a plan's targets after transport, compared with the HF tensors."""
 
 import sys
 
