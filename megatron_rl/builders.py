@@ -16,6 +16,7 @@ from megatron_rl.data.packing import PackingOptions, plan_micro_batches
 from megatron_rl.data.prompts import PromptDataset, PromptOptions
 from megatron_rl.initialize import Topology, initialize
 from megatron_rl.metrics import Recorder, bytes_text, open_recorder
+from megatron_rl.models.config import dims
 from megatron_rl.objectives import (
     MinibatchOptions,
     PolicyObjective,
@@ -26,8 +27,13 @@ from megatron_rl.objectives import (
 from megatron_rl.reference_cache import model_digest
 from megatron_rl.rewards.router import RuleRewards, entries_from_config, entries_from_specs
 from megatron_rl.roles import Role, trained_weights
-from megatron_rl.rollout.engine import Engine, EngineOptions, SamplingOptions
+from megatron_rl.rollout.engine import Engine, EngineOptions, SamplingOptions, TrainedWeights
+from megatron_rl.rollout.startup import can_place
 from megatron_rl.step import Loss, Plan
+from megatron_rl.weights.arch import Dims
+from megatron_rl.weights.overlap import Overlap
+from megatron_rl.weights.plan import Placement, best_placement, replicas_of
+from megatron_rl.weights.vllm_like import vllm_like_blocks
 
 
 @dataclass(frozen=True)
@@ -77,18 +83,31 @@ def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: T
     policy = roles[0]
     assert policy is not None, "the policy comes first"
     tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size
+    weights = trained_weights(policy, topology)
     options = EngineOptions(
         max_model_len=args.max_prompt_length + args.max_response_length,
         dtype=policy.options.params_dtype,
         tensor_parallel_size=tp,
         kv_cache_bytes=_kv_cache_bytes(args, roles, tp, topology),
         share_weights=args.rollout_weights == "alias",
+        placement=_placement(args, weights, dims(policy.hf), tp, topology),
         bucket_bytes=int(args.reshard_bucket_mb * (1 << 20)),
         with_tokenizer=bool(args.stop),
         seed=args.seed,
         vllm_args=args.vllm_args,
     )
-    return Engine(policy.folder, options, topology, trained_weights(policy, topology))
+    return Engine(policy.folder, options, topology, weights)
+
+
+def _placement(
+    args: argparse.Namespace, weights: TrainedWeights, sizes: Dims, tp: int, topology: Topology
+) -> Placement | None:
+    """Which ranks share an engine; None: neighbours, as also where this torch cannot make the better groups."""
+    if args.rollout_placement == "consecutive" or topology.world_size % tp:
+        return None
+    like = [vllm_like_blocks(sizes, rank, tp) for rank in range(tp)]
+    best = best_placement(Overlap(weights.shards, like), weights.shard_of_rank, topology.gpus_per_node)
+    return best if can_place(replicas_of(best)) else None
 
 
 def _kv_cache_bytes(args: argparse.Namespace, roles: list[Role | None], tp: int, topology: Topology) -> int:

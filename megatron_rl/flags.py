@@ -214,6 +214,8 @@ def _rollout(group: Group) -> None:
         help="KV cache of each rank's engine in GB; default: what the step's samples need, if the models leave it")
     add("--rollout-weights", default="alias", choices=["alias", "copy"],
         help="alias: the engine reads the trainer's memory where the bytes agree; copy: it has its own")
+    add("--rollout-placement", default="overlap", choices=["overlap", "consecutive"],
+        help="ranks that share an engine: those of a node that already hold the most of what they need, or neighbours")
     add("--reshard-bucket-mb", type=amount, default=256, metavar="MB",
         help="size of a transfer buffer of the weight sync in MB")
     add("--verify-weights", default="first", choices=["never", "first", "every"],

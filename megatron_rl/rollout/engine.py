@@ -24,7 +24,7 @@ from megatron_rl.rollout.generate import (
 from megatron_rl.rollout.verify import differing_slices
 from megatron_rl.weights.layouts import Param
 from megatron_rl.weights.overlap import Overlap
-from megatron_rl.weights.plan import Placement, Plan, Reshard, default_placement
+from megatron_rl.weights.plan import Placement, Plan, Reshard, default_placement, replicas_of
 from megatron_rl.weights.transport import Transport
 
 if TYPE_CHECKING:
@@ -113,9 +113,7 @@ class Engine:
         self.placement = placement
         self.replica, self.tp_rank = placement[self.topology.rank]
         self.num_replicas = self.topology.world_size // self.options.tensor_parallel_size
-        self.replicas: list[list[int]] = [[] for _ in range(self.num_replicas)]
-        for rank, (replica, _) in sorted(enumerate(placement), key=lambda item: item[1]):
-            self.replicas[replica].append(rank)
+        self.replicas = replicas_of(placement)
         if not startup.can_place(self.replicas):
             raise ValueError(
                 f"this torch cannot make replicas of ranks in the order {self.replicas}: use consecutive ones"

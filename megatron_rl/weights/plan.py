@@ -203,6 +203,14 @@ def default_placement(world: int, rollout_tp: int) -> Placement:
     return tuple(divmod(rank, rollout_tp) for rank in range(world))
 
 
+def replicas_of(placement: Placement) -> list[list[int]]:
+    """The global ranks of each replica, in the order of their rollout tensor-parallel ranks."""
+    replicas: list[list[int]] = [[] for _ in {replica for replica, _ in placement}]
+    for rank, (replica, _) in sorted(enumerate(placement), key=lambda item: item[1]):
+        replicas[replica].append(rank)
+    return replicas
+
+
 def best_placement(overlap: Overlap, shard_of_rank: Sequence[int], gpus_per_node: int) -> Placement:
     """The placement in which ranks already hold the most of what they need, replicas within a node (as HybridFlow).
 
