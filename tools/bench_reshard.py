@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -39,6 +40,7 @@ from megatron_rl.rollout.verify import differing_slices  # noqa: E402
 from megatron_rl.step import forward_only, train_step  # noqa: E402
 from megatron_rl.weights.hf_io import HFFolder  # noqa: E402
 from megatron_rl.weights.layouts import Block, Param  # noqa: E402
+from megatron_rl.weights.plan import hybridflow_bound  # noqa: E402
 
 SCALE = 1 + 2**-5  # of one step without an optimizer: every bfloat16 but 0 becomes another
 Tensors = Iterator[tuple[str, Tensor]]
@@ -285,6 +287,37 @@ def follow(setup: Setup) -> Iterator[str]:
             setup.engine.verify()
 
 
+def lacked(setup: Setup) -> int:
+    """Bytes that this rank's engine needs and this rank's trainer does not hold, counted from the blocks alone."""
+    engine, held = setup.engine, defaultdict(set)
+    for param in engine.weights.shards[engine.weights.shard_of_rank[setup.topology.rank]]:
+        for b in param.blocks:
+            held[b.hf].add((b.row, b.col, b.rows, b.cols))
+    total = 0
+    for b in (b for param in engine.targets[engine.tp_rank] for b in param.blocks):
+        total += b.rows * b.cols
+        for row, col, rows, cols in held[b.hf]:
+            down = min(b.row + b.rows, row + rows) - max(b.row, row)
+            across = min(b.col + b.cols, col + cols) - max(b.col, col)
+            total -= max(0, down) * max(0, across)
+    return total * engine.options.dtype.itemsize
+
+
+def bound(setup: Setup) -> str:
+    """A line: bytes received on each rank beside the least possible."""
+    engine, topology = setup.engine, setup.topology
+    least, received = lacked(setup), engine.transport.bytes_received
+    off = int(worst(abs(received - least), topology))
+    numel = sum(torch.Size(shape).numel() for shape in engine.weights.hf_shapes.values())
+    cut = topology.tp_size * topology.pp_size
+    model = hybridflow_bound(numel, cut, engine.options.tensor_parallel_size) * engine.options.dtype.itemsize
+    worst_least = worst(least, topology) / 1e6
+    same = "every rank receives just that" if off == 0 else f"a rank receives {off:,} bytes more or less"
+    return (
+        f"Needed and not held: {worst_least:.3f} MB on the worst rank, {same}; HybridFlow's bound {model / 1e6:.3f} MB"
+    )
+
+
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +373,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"first of ranks {engine.replicas[0]}; worst rank, MB",
         HEADER,
         *(way.row() for way in (ours, *others)),
+        bound(setup),
         *summary(ours, others, setup),
         *written,
         memory,
