@@ -34,6 +34,7 @@ from megatron_rl.rewards.share import score_shared
 from megatron_rl.roles import Role, build_critic, build_policy, build_reference, export_role, load_tokenizer
 from megatron_rl.rollout.collect import collect
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.startup import check_early
 from megatron_rl.step import StepReport, forward_only, train_step
 
 
@@ -42,9 +43,11 @@ def train(args: argparse.Namespace) -> None:
     validate_ppo(args, hf)
     if args.dry_run:
         return print(report.describe(args, hf))
-    run = builders.start(args, load_tokenizer(args.hf_model))
-    prompts = load_prompts(builders.prompt_options(args), run.tokenizer)
+    tokenizer = load_tokenizer(args.hf_model)
+    prompts = load_prompts(builders.prompt_options(args), tokenizer)
     rewards = builders.build_rewards(args, prompts)
+    run = builders.start(args, tokenizer)
+    check_early(args.vllm_args, run.topology)
 
     policy = build_policy(args, run.topology)
     critic = build_critic(args, run.topology)  # None for estimators that need none

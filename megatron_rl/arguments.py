@@ -3,11 +3,12 @@
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import megatron_rl
 from megatron_rl.models.config import HFConfig, Sizes, check_layout, check_length
+from megatron_rl.models.overrides import parse_overrides
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -108,6 +109,25 @@ def check_files(paths: Sequence[str], flag: str) -> None:
             raise ValueError(f"{flag} {path}: no such file")
 
 
+def check_output(folder: str, flag: str) -> None:
+    """ValueError where the folder is not there and cannot be made, or cannot be written; makes nothing."""
+    there = os.path.abspath(folder)
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        raise ValueError(f"{flag} {folder}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {folder}: no permission to write in {there}")
+
+
+def check_transformer_config(values: Mapping[str, Any]) -> None:
+    """ValueError for a field that megatron-core's TransformerConfig has not, with the nearest that it has."""
+    if values:
+        from megatron.core.transformer import TransformerConfig
+
+        parse_overrides(TransformerConfig, values)
+
+
 def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
     """What PPO and DPO check before a model is loaded. ValueError with the numbers and the flag to change."""
     ranks, sizes = world_size(args), layout_sizes(args)
@@ -122,6 +142,14 @@ def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
             f"--expert-model-parallel-size {sizes.ep} does not divide the {data_parallel} data-parallel ranks"
         )
     check_layout(hf, sizes, args.sequence_parallel)
+    if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
+        raise ValueError(
+            f"--lr-warmup-iters {args.lr_warmup_iters} is not below --lr-decay-iters {args.lr_decay_iters}"
+        )
+    check_transformer_config(args.transformer_config)
+    for flag, folder in (("--output-dir", args.output_dir), ("--save", args.save)):
+        if folder is not None:
+            check_output(folder, flag)
     for flag, value in (("--save-interval", args.save_interval), ("--keep-last", args.keep_last)):
         if value is not None and args.save is None:
             raise ValueError(f"{flag} {value} needs --save DIR")
@@ -133,7 +161,8 @@ def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
 
 def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
     """validate_shared, and what rollout and PPO add."""
-    from megatron_rl.algorithms.advantages import NEEDS_GROUPS
+    from megatron_rl.algorithms.advantages import NEEDS_CRITIC, NEEDS_GROUPS
+    from megatron_rl.algorithms.corrections import parse_rejection
 
     validate_shared(args, hf)
     if hf.head != "lm":
@@ -165,6 +194,13 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
         raise ValueError("give either --reward or --reward-config" + (", not both" if args.reward else ""))
     if args.reward_config:
         check_files([args.reward_config], "--reward-config")
+    for text in args.rollout_reject:
+        parse_rejection(text)
+    if args.critic_warmup_iters and args.advantage_estimator not in NEEDS_CRITIC:
+        raise ValueError(
+            f"--critic-warmup-iters {args.critic_warmup_iters} has no critic to warm up with --advantage-estimator "
+            f"{args.advantage_estimator}"
+        )
     if args.dual_clip is not None and args.dual_clip <= 1:
         raise ValueError(f"--dual-clip {args.dual_clip} must be above 1")
     if args.kl_in == "loss" and args.kl_coef and args.kl_estimator == "k1":

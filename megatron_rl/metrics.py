@@ -103,13 +103,18 @@ RULE_PREFIX = "reward/rule/"  # + rule name: mean of that rule, unweighted
 
 @dataclass
 class Recorder:
-    """Collects a step's values; `close_step` writes them."""
+    """Collects a step's values; `close_step` writes them. The folder is made by the first that writes into it."""
 
     writing: bool  # rank 0
     folder: str
     progress: bool = True
     values: dict[str, float] = field(default_factory=dict)
     _tensorboard: Any = None
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        os.makedirs(self.folder, exist_ok=True)
+        with open(os.path.join(self.folder, name), "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def stage(self, name: str, text: str, **values: float) -> None:
         """Prints `[name] text`; keeps values for the step (keyword a__b is metric a/b)."""
@@ -126,8 +131,11 @@ class Recorder:
     def close_step(self, step: int) -> None:
         """Writes what the step kept as one JSON line and as TensorBoard scalars."""
         if self.writing:
-            with open(os.path.join(self.folder, "metrics.jsonl"), "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **self.values}) + "\n")
+            self._append("metrics.jsonl", [{"step": step, **self.values}])
+            if self._tensorboard is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._tensorboard = SummaryWriter(os.path.join(self.folder, "tensorboard"))
             for name, value in self.values.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
@@ -141,8 +149,7 @@ class Recorder:
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Appends rows to samples.jsonl."""
         if self.writing and rows:
-            with open(os.path.join(self.folder, "samples.jsonl"), "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            self._append("samples.jsonl", rows)
 
     @property
     def shows_bars(self) -> bool:
@@ -176,13 +183,8 @@ class Recorder:
 
 
 def open_recorder(folder: str, is_main: bool, progress: bool) -> Recorder:
-    """Makes the output folder on rank 0 and opens its TensorBoard file."""
-    if not is_main:
-        return Recorder(False, folder)
-    from torch.utils.tensorboard import SummaryWriter
-
-    os.makedirs(folder, exist_ok=True)
-    return Recorder(True, folder, progress, _tensorboard=SummaryWriter(os.path.join(folder, "tensorboard")))
+    """The recorder of a rank. It makes the folder when it has something to write, so that bad input leaves nothing."""
+    return Recorder(is_main, folder, progress)
 
 
 @contextmanager

@@ -125,6 +125,7 @@ def quiet(verbose: bool | None = None) -> None:
     if not verbose:
         warnings.filterwarnings("ignore", module=r".*megatron[./]core")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
 @contextlib.contextmanager

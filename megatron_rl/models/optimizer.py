@@ -44,7 +44,7 @@ class OptimizerOptions:
             raise ValueError(f"--lr-decay-style {self.lr_decay_style} needs the number of steps to decay over")
         if self.lr_decay_steps is not None and self.lr_warmup_steps >= self.lr_decay_steps:
             raise ValueError(
-                f"--lr-warmup-steps {self.lr_warmup_steps} must be below the {self.lr_decay_steps} steps of the decay"
+                f"--lr-warmup-iters {self.lr_warmup_steps} must be below the {self.lr_decay_steps} steps of the decay"
             )
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr {self.min_lr} must be between 0 and --lr {self.lr}")

@@ -63,6 +63,13 @@ def prepare_environment(topology: Topology, sleeps: bool) -> None:
         os.environ.setdefault(name, str(value))
 
 
+def check_early(vllm_args: Mapping[str, Any], topology: Topology) -> None:
+    """What the engine's start would refuse later, before models are loaded: ValueError."""
+    prepare_environment(topology, platform.device_type() == "cuda")
+    if vllm_args:
+        check_vllm_args(vllm_args)
+
+
 def check_vllm_args(vllm_args: Mapping[str, Any]) -> None:
     """Raises ValueError for keys that vLLM's engine does not have, or that other flags decide."""
     from vllm import EngineArgs
