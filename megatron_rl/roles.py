@@ -208,4 +208,5 @@ def load_tokenizer(folder: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--hf-model {folder} has no tokenizer that transformers can load: {error}") from error
+        why = " ".join(str(error).split())  # transformers writes several lines
+        raise ValueError(f"--hf-model {folder} has no tokenizer that transformers can load: {why}") from error
