@@ -14,7 +14,7 @@ import pytest
 from models.tiny import tiny_model, tiny_tokenizer
 
 from megatron_rl.checkpoint import files
-from megatron_rl.checkpoint.load import check, latest_whole
+from megatron_rl.checkpoint.files import check, latest_whole
 
 
 def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:
@@ -110,6 +110,7 @@ def end_of(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_resume_is_bitwise(tmp_path, task):
     """4 steps equal 2 + 2 and 1 + 1 + 1 + 1, across an epoch's end: weights, optimizers, generators, data, KL."""
     save = ("--save-interval", 1, "--save")
@@ -135,6 +136,7 @@ def test_resume_is_bitwise(tmp_path, task):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_sigterm_finishes_the_step_and_saves(tmp_path, task):
     """SIGTERM: the step is finished and saved, and the exit status is 0."""
     log = tmp_path / "log"

@@ -59,6 +59,7 @@ def play(torchrun: Callable[..., str], folder: Path, ranks: int, scenes: list[di
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_layouts_exchange_weights_and_optimizer(torchrun, tmp_path, model):
     """TP2 -> PP2 -> PP2 with two chunks -> DP2 -> one rank keep every bit, and TP2 goes on from there as it would."""
     a, b, c, d, e, f = (tmp_path / name for name in "abcdef")

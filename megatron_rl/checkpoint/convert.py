@@ -10,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.checkpoint import files
-from megatron_rl.checkpoint.load import latest_whole
 from megatron_rl.models.config import read_hf_config
 from megatron_rl.weights.dist_io import HF, is_dist_folder
 from megatron_rl.weights.dist_stream import DistFolder, write_role
@@ -74,7 +73,7 @@ def role_folder(load: str | Path, role: str, show: Callable[[str], None] = print
     """A role's folder, from itself, its checkpoint, or the folder of checkpoints (the last whole one)."""
     if is_dist_folder(load):
         return Path(load)
-    found = latest_whole(load, show)
+    found = files.latest_whole(load, show)
     if found is None:
         raise ValueError(f"--load {load}: no checkpoint is there")
     if not is_dist_folder(found / role):

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 PARTIAL, REMOVED = ".partial", ".removed"
@@ -106,6 +107,35 @@ def problem_of(folder: Path, name: str, expected: tuple[int, str]) -> str | None
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
+
+
+def latest_whole(folder: str | Path, show: Callable[[str], None] = print) -> Path | None:
+    """The newest checkpoint in `folder` whose files all have their digests; warns of each broken one that is newer.
+
+    None where no checkpoint was ever finished. ValueError where there are some and all are broken.
+    """
+    folder = Path(folder)
+    broken: list[str] = []
+    for path in unfinished(folder):
+        show(f"warning: {path} was never finished and is left aside")
+    for path in checkpoints(folder):
+        problems = check(path)
+        if not problems:
+            return path
+        broken.append(f"{path.name} is broken: {'; '.join(problems[:5])}")
+        show(f"warning: {broken[-1]}")
+    if broken:
+        raise ValueError(f"no whole checkpoint in {folder}: {'. '.join(broken)}. Remove it to start fresh")
+    return None
+
+
+def check(folder: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint, each by name; empty where it is whole."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    return [problem for name in manifest if (problem := problem_of(folder, name, manifest[name]))]
 
 
 def begin(folder: Path, step: int) -> Path:

@@ -43,42 +43,13 @@ def load(
     """
     if args.load is None:
         return None
-    folder = _broadcast(lambda: latest_whole(args.load, show), topology)
+    folder = _broadcast(lambda: files.latest_whole(args.load, show), topology)
     if folder is None:
         if args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load}: no checkpoint is there, and --exit-on-missing-checkpoint is given")
         show(f"[load] no checkpoint in {args.load}: starting fresh")
         return None
     return restore(folder, args, roles, topology, show)
-
-
-def latest_whole(folder: str | Path, show: Callable[[str], None] = print) -> Path | None:
-    """The newest checkpoint in `folder` whose files all have their digests; warns of each broken one that is newer.
-
-    None where no checkpoint was ever finished. ValueError where there are some and all are broken.
-    """
-    folder = Path(folder)
-    found, broken = files.checkpoints(folder), []
-    for path in files.unfinished(folder):
-        show(f"warning: {path} was never finished and is left aside")
-    for path in found:
-        problems = check(path)
-        if not problems:
-            return path
-        broken.append(f"{path.name} is broken: {'; '.join(problems[:5])}")
-        show(f"warning: {broken[-1]}")
-    if broken:
-        raise ValueError(f"no whole checkpoint in {folder}: {'. '.join(broken)}. Remove it to start fresh")
-    return None
-
-
-def check(folder: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, each by name; empty where it is whole."""
-    try:
-        manifest = files.read_manifest(folder)
-    except ValueError as error:
-        return [str(error)]
-    return [problem for name in manifest if (problem := files.problem_of(folder, name, manifest[name]))]
 
 
 def _broadcast(find: Callable[[], Path | None], topology: Topology) -> Path | None:
