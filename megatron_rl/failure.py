@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from megatron_rl.platform import device_type
 
-PATIENCE_SECONDS = 8.0  # torchrun ends the other ranks within a second of the first exit
+PATIENCE_SECONDS = 8.0  # torchrun ends the other ranks within a second or two of the first exit
+SAME_SECONDS = 3.0  # that local rank 0 has for saying first what all ranks have met
 FOLLOWING = ("Connection closed by peer", "Connection reset by peer", "NCCL", "Socket Timeout", "Broken pipe")
 
 
@@ -64,7 +65,7 @@ def _wait(error: BaseException) -> None:
     if is_consequence(error):
         time.sleep(PATIENCE_SECONDS)
     elif os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1.0)  # local rank 0 may be about to say the same
+        time.sleep(SAME_SECONDS)
 
 
 def _leave(text: str, code: int) -> None:

@@ -114,18 +114,26 @@ def set_rng_state(state: RngState) -> None:
         torch.cuda.set_rng_state(state.cuda)
 
 
-def quiet(verbose: bool | None = None) -> None:
-    """Keeps megatron-core's import and construction warnings off the console.
+def is_verbose() -> bool:
+    """Whether libraries may write to the console what they like."""
+    return os.environ.get("MEGATRON_RL_VERBOSE") == "1"
 
-    `verbose` (default: the environment's MEGATRON_RL_VERBOSE=1) lets them through.
+
+def quiet(verbose: bool = False) -> None:
+    """Keeps the warnings of megatron-core's import and construction off the console.
+
+    `verbose`, or MEGATRON_RL_VERBOSE=1 in the environment, lets all libraries speak, from then on.
     """
-    verbose = os.environ.get("MEGATRON_RL_VERBOSE") == "1" if verbose is None else verbose
+    if verbose:
+        os.environ["MEGATRON_RL_VERBOSE"] = "1"
     for name in NOISY:
-        logging.getLogger(name).setLevel(logging.NOTSET if verbose else logging.ERROR)
-    if not verbose:
-        warnings.filterwarnings("ignore", module=r".*megatron[./]core")
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        logging.getLogger(name).setLevel(logging.NOTSET if is_verbose() else logging.ERROR)
+    if is_verbose():
+        warnings.filterwarnings("default")
+        return
+    warnings.filterwarnings("ignore", module=r".*megatron[./]core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
 @contextlib.contextmanager

@@ -148,7 +148,12 @@ class Engine:
             hf_overrides={"head_dtype": "float32"},  # logits unrounded, as the trainer's are
             seed=options.seed,
         )
-        with startup.own_rng(options.seed), startup.unique_shared_memory(), startup.groups_of(self.replicas):
+        with (
+            startup.hushed(),
+            startup.own_rng(options.seed),
+            startup.unique_shared_memory(),
+            startup.groups_of(self.replicas),
+        ):
             return LLM(**(arguments | dict(options.vllm_args)))
 
     def _memory_utilization(self) -> float:

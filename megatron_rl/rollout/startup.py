@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import random
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,10 @@ def prepare_environment(topology: Topology, sleeps: bool) -> None:
             raise ValueError(f"{name}={value} cannot free the KV cache around training: leave expandable_segments out")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
-    if os.environ.get("MEGATRON_RL_VERBOSE") != "1":
+    if not platform.is_verbose():
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         logging.getLogger("vllm").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     for name, value in (
         ("RANK", topology.rank),
         ("WORLD_SIZE", topology.world_size),
@@ -108,6 +111,32 @@ def eos_token_ids(hf_folder: str | Path) -> tuple[int, ...]:
         ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
         found += [ids] if isinstance(ids, int) else ids or []
     return tuple(dict.fromkeys(found))
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """What Python and C++ write to standard error inside is shown only if the block fails, or with --verbose.
+
+    vLLM's start has bars and warnings of extensions that no logging level reaches.
+    """
+    if platform.is_verbose():
+        yield
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            sys.stderr.flush()
+            held.seek(0)
+            os.write(stderr, held.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 @contextlib.contextmanager

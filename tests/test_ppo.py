@@ -1,0 +1,245 @@
+"""train_ppo.py whole, on tiny models: what it writes and says, seeds, layouts of training and rollout, and endings."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+from models.tiny import tiny_model, tiny_tokenizer
+
+from megatron_rl.metrics import METRICS, RULE_PREFIX
+
+TIMES = ("seconds", "per_second", "memory/")  # metrics that no two runs have alike
+STEPS = 3
+FIXED = """--no-bf16 --no-apply-chat-template --max-prompt-length 16 --max-response-length 12 --rollout-batch-size 4
+    --n-samples-per-prompt 2 --global-batch-size 4 --update-epochs 2 --lr 1e-3 --kv-cache-gb 0.02
+    --vllm-args enforce_eager=true"""
+PPO = """--reward length --kl-coef 0.05 --kl-target 0.1 --kl-horizon 100 --critic-warmup-iters 1 --critic-lr 2e-3
+    --entropy-coef 0.01 --verify-weights every --show-samples 1"""
+GRPO = """--reward length --advantage-estimator grpo --kl-coef 0.05 --kl-in loss --kl-estimator k3
+    --n-samples-per-prompt 4 --verify-weights every --micro-batch-size 3"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A folder with a tiny model and prompts, of which one is too long."""
+
+    folder: Path
+
+    def argv(self, name: str, text: str, *more: object) -> list[str]:
+        paths = [f"--{k}={self.folder / v}" for k, v in (("hf-model", "model"), ("output-dir", name))]
+        paths += [f"--train-data={self.folder}/prompts.jsonl", f"--train-iters={STEPS}"]
+        return [*paths, *FIXED.split(), *text.split(), *map(str, more)]
+
+    def rows(self, name: str) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+    def values(self, name: str) -> list[dict[str, float]]:
+        """The rows without times."""
+        return [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in self.rows(name)]
+
+    def samples(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    folder = tmp_path_factory.mktemp("task")
+    tiny_tokenizer(tiny_model(folder / "model", "llama3"))
+    prompts = [f"say {i} " for i in range(10)] + ["x" * 17]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return Task(folder)
+
+
+def several(task: Task, processes: int, runs: list[list[str]], timeout: float = 280) -> str:
+    plan = task.folder / "runs.json"
+    plan.write_text(json.dumps(runs))
+    program = "tests/ppo_runs_program.py"
+    return launch.check(launch.torchrun(processes, program, plan, timeout=timeout))
+
+
+@pytest.fixture(scope="module")
+def ppo(task: Task) -> launch.Result:
+    """One process with everything that PPO has."""
+    result = launch.torchrun(1, "train_ppo.py", *task.argv("ppo", PPO), timeout=280)
+    launch.check(result)
+    return result
+
+
+def test_every_stage_says_a_line(ppo: launch.Result, task: Task):
+    """A header, and of each step one line a stage, in order; the prompt that is too long is counted."""
+    lines = ppo.stdout.splitlines()
+    assert "10 prompts of 6 to 6 tokens from 1 file(s), 1 longer than 16 tokens (--max-prompt-length) left out" in (
+        ppo.stdout
+    )
+    for name in ("policy", "critic", "reference"):
+        assert any(line.startswith(f"{name:<10}{task.folder}") for line in lines), name
+    stages = [line.split()[0] for line in lines if line.startswith("[")]
+    first = ["[rollout]", "[reward]", "[logprobs]", "[advantage]", "[critic]", "[step]"]
+    later = ["[sync]", *first[:-1], "[policy]", "[step]"]
+    assert stages == ["[sync]", "[before]", *first, *later, *later, "[sync]", "[after]"]
+    assert "wrote" in lines[-1] and "actor and critic" in lines[-1]
+
+
+def test_libraries_are_quiet(ppo: launch.Result):
+    """Nothing is on the console but the program's own lines: no warnings, bars or logs of megatron-core or vLLM."""
+    assert ppo.stderr == ""
+    own = ("[", "model ", "training ", "a rank ", "rollout ", "a step ", "policy ", "critic ", "reference ", "memory ")
+    own += ("data ", "output ", "warning: ", "wrote ")
+    foreign = [line for line in ppo.stdout.splitlines() if not line.startswith(own)]
+    assert not foreign, foreign
+
+
+def test_metrics_are_documented_and_whole(ppo: launch.Result, task: Task):
+    """metrics.jsonl holds every metric of METRICS that this run can have, numbers all, and TensorBoard the same."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = task.rows("ppo")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    names = {name for name in METRICS if not name.startswith(("dpo/", "eval/"))}
+    absent = {"policy/dual_clip_fraction", "policy/kl"}  # of flags that this run has not
+    assert rows[2].keys() - {"step"} == names - absent | {RULE_PREFIX + "length"}
+    assert all(isinstance(value, int | float) and value == value for row in rows for value in row.values())
+    events = EventAccumulator(str(task.folder / "ppo/tensorboard"))
+    events.Reload()
+    for name in rows[2].keys() - {"step"}:
+        written = [row[name] for row in rows if name in row]
+        assert [event.value for event in events.Scalars(name)] == pytest.approx(written, rel=1e-6), name
+    assert all(unit and len(meaning) > 5 for unit, meaning in METRICS.values())
+    assert len(task.samples("ppo")) == 2 * STEPS
+
+
+def test_ppo_does_what_its_flags_say(ppo: launch.Result, task: Task):
+    """Critic warm-up leaves the policy at the reference; then two epochs of two minibatches move it; KL adapts."""
+    one, two, three = task.rows("ppo")
+    assert "policy/loss" not in one and one["kl/token"] == two["kl/token"] == 0 and three["kl/token"] != 0
+    assert ppo.stdout.count("4 optimizer steps") == 3 + 2
+    assert three["policy/learning_rate"] == pytest.approx(1e-3) and one["critic/learning_rate"] == pytest.approx(2e-3)
+    assert one["kl/coef"] != 0.05 and one["kl/coef"] != two["kl/coef"]
+    for row in (one, two, three):
+        assert row["rollout/samples"] == 8 and row["correction/logprob_diff_max"] < 1e-4
+        assert row["sync/bytes_received"] == 0
+    assert two["policy/ratio"] != 1 and two["policy/entropy"] > 1
+
+
+def test_exports_load_in_transformers(ppo: launch.Result, task: Task):
+    """actor/ gives in transformers the greedy text that the engine said after the last step; critic/ has its head."""
+    import transformers
+
+    actor = task.folder / "ppo/actor"
+    model = transformers.AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(actor)
+    ids = tokenizer("say 0 ", return_tensors="pt")["input_ids"]
+    greedy = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    text = tokenizer.decode(greedy[0, ids.shape[1] :], skip_special_tokens=True)
+    assert f"[after] {'say 0 '!r} -> {text!r}" in ppo.stdout
+    critic = transformers.AutoModelForSequenceClassification.from_pretrained(task.folder / "ppo/critic")
+    start = transformers.AutoModelForCausalLM.from_pretrained(task.folder / "model", dtype=torch.float32)
+    assert critic.score.weight.shape == (1, 128) and float(critic.score.weight.detach().abs().max()) > 0
+    for name, model_now in (("actor", model), ("critic", critic)):
+        moved = (model_now.model.layers[1].mlp.up_proj.weight - start.model.layers[1].mlp.up_proj.weight).detach()
+        assert 0 < float(moved.abs().max()) < 0.05, name
+
+
+def test_seeds_decide(ppo: launch.Result, task: Task):
+    """The same flags give the same metrics and samples, digit for digit; another seed others."""
+    short = ("--no-save-hf", "--show-samples", 0)
+    runs = [task.argv("again", PPO, *short), task.argv("other", PPO, *short, "--seed", 5, "--train-iters", 1)]
+    several(task, 1, runs)
+    assert task.values("again") == task.values("ppo") and task.samples("again") == task.samples("ppo")
+    assert task.values("other")[0] != task.values("ppo")[0]
+    texts = {name: {row["response"] for row in task.samples(name)} for name in ("ppo", "other")}
+    assert texts["ppo"].isdisjoint(texts["other"])
+
+
+@pytest.fixture(scope="module")
+def two_ranks(task: Task) -> str:
+    """GRPO on two data-parallel ranks, then on two tensor-parallel ones with an engine each."""
+    one_prompt = task.argv("replicas", GRPO, "--log-samples", 99, "--rollout-batch-size", 1, "--train-iters", 1)
+    tp = task.argv("tp", GRPO, "--tensor-model-parallel-size", 2, "--rollout-tensor-parallel-size", 1)
+    return several(task, 2, [task.argv("dp", GRPO), one_prompt, tp])
+
+
+def test_layouts_of_two_ranks(two_ranks: str, task: Task):
+    """DP 2, and TP 2 with two engines of TP 1, give the same samples and the same numbers to float32 rounding."""
+    dp, tp = task.values("dp"), task.values("tp")
+    for first, second in zip(dp, tp, strict=True):
+        layouts = {name for name in first if name.startswith("sync/")}
+        for name in first.keys() - layouts:
+            assert first[name] == pytest.approx(second[name], rel=2e-3, abs=2e-4), name
+    assert task.samples("dp") == task.samples("tp")
+    assert dp[0]["sync/bytes_received"] == 0 < tp[0]["sync/bytes_received"]
+    assert {"policy/kl", "reward/equal_groups"} <= dp[0].keys() and "critic/loss" not in dp[0]
+
+
+def test_replicas_draw_different_samples(two_ranks: str, task: Task):
+    """One prompt on two engines: four different samples."""
+    texts = [row["response"] for row in task.samples("replicas")]
+    assert len(texts) == len(set(texts)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollout_tp", [1, 2, 4])
+def test_layouts_of_four_ranks(task: Task, rollout_tp: int):
+    """TP2 PP2 with engines of TP 1, 2 and 4: after every sync the engine holds the trainer's bytes; both agree."""
+    layout = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
+    name = f"four_{rollout_tp}"
+    argv = task.argv(name, PPO, *layout, "--rollout-tensor-parallel-size", rollout_tp)
+    launch.check(launch.torchrun(4, "train_ppo.py", *argv, timeout=290))
+    assert all(row["correction/logprob_diff_max"] < 1e-4 for row in task.rows(name))
+    assert (task.folder / name / "actor/config.json").exists() and (task.folder / name / "critic").exists()
+
+
+# --- endings --------------------------------------------------------------------------------------------------------
+
+RULE = """
+import os, time
+calls = 0
+def rule(prompt, response, row):
+    global calls
+    calls += 1
+    if calls > 4 and os.environ["RANK"] == "1":  # each of two ranks scores 4 of 8 samples a step
+        open({when!r}, "w").write(str(time.time()))
+        {act}
+    return 1.0
+"""
+
+
+def end_of(task: Task, folder: Path, act: str) -> tuple[launch.Result, float]:
+    """Two ranks whose rule does `act` on rank 1 in step 2: the result, and the seconds until all were gone."""
+    when = folder / "when"
+    (folder / "rule.py").write_text(RULE.format(when=str(when), act=act))
+    flags = f"--reward {folder}/rule.py:rule --advantage-estimator rloo --no-save-hf"
+    result = launch.torchrun(2, "train_ppo.py", *task.argv("endings", flags), timeout=280)
+    assert result.returncode != 0
+    return result, time.time() - float(when.read_text())
+
+
+@pytest.mark.parametrize(
+    "act", ["raise KeyError('no such word')", pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow)]
+)
+def test_one_rank_fails(task: Task, tmp_path: Path, act: str):
+    """A rule raises, or a process is killed, on rank 1 in step 2: all are gone within 30 s, one error is shown."""
+    result, seconds = end_of(task, tmp_path, act)
+    assert seconds < 30
+    assert "[step] 1" in result.stdout and "[step] 2" not in result.stdout
+    if "raise" in act:
+        assert result.stderr.count("no such word") == 1 and "Connection closed" not in result.stderr, result.stderr
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert "row with index" in line and "rule rule" in line
+    else:
+        assert "error: " not in result.stderr and "-9" in result.stderr
+
+
+def test_bad_input_under_torchrun(task: Task):
+    """Two ranks that meet the same bad input say it once, and leave nothing behind."""
+    argv = task.argv("absent", PPO, "--vllm-args", "enforce_eagr=true")
+    result = launch.torchrun(2, "train_ppo.py", *argv)
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if "enforce_eagr" in line]
+    assert lines == ["error: --vllm-args enforce_eagr is no argument of vLLM; nearest: enforce_eager"], result.stderr
+    assert not (task.folder / "absent").exists()
