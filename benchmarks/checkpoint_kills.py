@@ -108,7 +108,8 @@ def main() -> None:
             if kills < args.kills:
                 how = live_and_die(process, log, dice, args.within)
             else:
-                how = process.wait() and None
+                how = None
+                process.wait()
             text = log.read_text()
             loaded = next((line.split(";")[0] for line in text.splitlines() if line.startswith("[load]")), "")
             loaded = loaded.split(": ", 1)[-1].split(",")[0]
