@@ -156,18 +156,19 @@ class Recorder:
         return self.writing and self.progress and sys.stderr.isatty()
 
     def updates(self, reports: Mapping[str, Sequence[StepReport]]) -> None:
-        """One line and the metrics of the optimizer steps of each role: means over them."""
+        """One line and the metrics of the optimizer steps of each role: means over those that were not skipped."""
         for role, steps in reports.items():
             if not steps:
                 continue
-            skipped = sum(not report.updated for report in steps)
-            means = {name: sum(r.metrics[name] for r in steps) / len(steps) for name in steps[0].metrics}
-            means["grad_norm"] = sum(report.grad_norm for report in steps) / len(steps)
+            taken = [report.metrics | {"grad_norm": report.grad_norm} for report in steps if report.updated]
+            skipped = len(steps) - len(taken)
+            means = {name: sum(m[name] for m in taken) / len(taken) for name in (taken[0] if taken else ())}
             self.keep({f"{role}/{name}": value for name, value in means.items()})
             self.keep({f"{role}/learning_rate": steps[-1].learning_rate, f"{role}/skipped_steps": skipped})
             shown = ("loss", "approx_kl_k3", "clip_fraction", "value_error", "grad_norm")
             text = ", ".join(f"{name.replace('_', ' ')} {means[name]:.4g}" for name in shown if name in means)
-            self.print(f"[{role}] {len(steps)} optimizer steps: {text}" + (f", {skipped} SKIPPED" if skipped else ""))
+            lost = f"{skipped} SKIPPED" if skipped else ""
+            self.print(f"[{role}] {len(steps)} optimizer steps: {', '.join(filter(None, (text, lost)))}")
 
     @contextmanager
     def bar(self, text: str, total: int) -> Iterator[Any]:
