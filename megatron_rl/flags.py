@@ -75,7 +75,7 @@ def _model(group: Group) -> None:
     _switch(group, "--bf16", True,
         "weights and activations in bfloat16 with float32 master weights; --no-bf16 trains in float32")
     _switch(group, "--fp32-residual-connection", False,
-        "keep the residual stream between layers in float32: the log-probabilities of trainer and engine come closer")
+        "keep the residual stream between layers in float32, as compiled vLLM does in effect: log-probs agree better")
     add("--recompute-granularity", choices=["full", "selective"], default=None,
         help="recompute activations in the backward pass: whole layers, or core attention alone")
     add("--recompute-num-layers", type=count, default=1,

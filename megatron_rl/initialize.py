@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -68,6 +69,13 @@ def coordinates(rank: int, world_size: int, tp: int, pp: int, ep: int = 1) -> Co
     return Coordinates(tp=rank % tp, pp=rank // (tp * dp), dp=rank // tp % dp, ep=rank % (tp * dp) % ep)
 
 
+def _free_port() -> str:
+    """For a process that torchrun did not start: two of them on one machine must not meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def initialize(
     tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, seed: int = 1234, timeout_minutes: float = 10
 ) -> Topology:
@@ -89,7 +97,7 @@ def initialize(
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
+        os.environ.setdefault("MASTER_PORT", _free_port())
         dist.init_process_group(platform.backend(), rank=rank, world_size=world_size, timeout=timeout)
     with platform.megatron():
         parallel_state.initialize_model_parallel(

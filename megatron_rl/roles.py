@@ -106,7 +106,7 @@ def build_role(
     before = platform.memory_allocated()
     source = hf_folder(folder)
     hf, options = read_hf_config(source), model_options(args)
-    chunks: list[torch.nn.Module] = list(build_model(hf, topology, options, kind, args.seed))
+    chunks: list[torch.nn.Module] = list(build_model(hf, topology, options, kind))
     if is_dist_folder(folder):
         loaded = load_weights(folder, hf, chunks, kind)
     else:

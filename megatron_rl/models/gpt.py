@@ -15,7 +15,7 @@ from megatron_rl import platform
 from megatron_rl.batch import MicroBatch
 from megatron_rl.initialize import Topology
 from megatron_rl.models.config import HFConfig, ModelOptions, Sizes, transformer_config
-from megatron_rl.models.heads import Head, ValueHead, new_value_head
+from megatron_rl.models.heads import Head, ValueHead
 from megatron_rl.weights.layouts import padded_vocab
 
 if TYPE_CHECKING:
@@ -45,12 +45,10 @@ def sizes_of(topology: Topology) -> Sizes:
     return Sizes(topology.tp_size, topology.pp_size, topology.vpp_size, topology.ep_size)
 
 
-def build_model(
-    hf: HFConfig, topology: Topology, options: ModelOptions, role: Role = "lm", head_seed: int = 0
-) -> list["GPTModel"]:
+def build_model(hf: HFConfig, topology: Topology, options: ModelOptions, role: Role = "lm") -> list["GPTModel"]:
     """The chunks of the model that this rank holds, one for each virtual stage, in options.params_dtype.
 
-    Weights are unset unless options.random_init; weights/hf_io.py fills them. role "value" has a fresh head [1, H].
+    Weights are unset unless options.random_init; weights/hf_io.py fills them. role "value" has a head [1, H] of zeros.
     """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -64,8 +62,6 @@ def build_model(
             block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
             chunks.append(_build_chunk(hf, config, block, topology, role, index))
     for chunk in chunks:
-        if role == "value" and chunk.post_process:
-            new_value_head(chunk.output_layer.weight, head_seed)
         for name, param in chunk.named_parameters():
             param.data = param.data.to(topology.device, options.params_dtype)
             assert param.dtype == options.params_dtype, name

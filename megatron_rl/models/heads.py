@@ -4,7 +4,6 @@ Shape suffixes: T tokens of the micro-batch, K places whose next token is a resp
 v this TP rank's slice of the padded vocabulary.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,18 +15,14 @@ Head = Callable[[Tensor, Tensor, MicroBatch], Tensor]
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token; takes the place of GPTModel's output layer. The weight is whole on every TP rank."""
+    """One number a token; takes the place of GPTModel's output layer. The weight is whole on every TP rank.
+
+    A new head is zero: it says nothing, where random numbers would say something wrong until they are unlearned.
+    """
 
     def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
-
-
-def new_value_head(weight_1H: Tensor, seed: int = 0) -> None:
-    """Fills a fresh value head with normal numbers of deviation 1 / sqrt(H + 1), the same on every rank."""
-    drawn = torch.randn(weight_1H.shape, generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        weight_1H.copy_(drawn / math.sqrt(weight_1H.shape[1] + 1))
 
 
 def value_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tensor:

@@ -3,7 +3,8 @@ import torch
 from models.cases import micro_batch
 from torch import Tensor
 
-from megatron_rl.models.attention import attend_each, flash_varlen, packed_seq_params
+from megatron_rl.models.attention import Rotate, attend_each, flash_varlen, packed_sequences
+from megatron_rl.models.mlp import SwiGLU
 
 LENGTHS = [5, 1, 70, 33]
 
@@ -48,6 +49,36 @@ def test_attention_stays_within_sequences(kv_heads: int):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_flash_varlen_stays_within_sequences(kv_heads: int):
     """The same of the fused kernel on CUDA, bfloat16."""
-    packed = packed_seq_params(micro_batch(LENGTHS, 131, seed=0))
+    packed = packed_sequences(micro_batch(LENGTHS, 131, seed=0), torch.ones(32), torch.bfloat16)
     packed.cu_seqlens_q, packed.cu_seqlens_kv = packed.cu_seqlens_q.cuda(), packed.cu_seqlens_kv.cuda()
     compare(lambda q, k, v: flash_varlen(q, k, v, packed, None), kv_heads, "cuda", torch.bfloat16, 3e-2)
+
+
+def test_rotation_and_its_gradient():
+    """A pair (a, b) of the two halves becomes (a cos - b sin, b cos + a sin); the gradient passes gradcheck."""
+    x = torch.tensor([[[1.0, 2.0]]], requires_grad=True)  # one token, one head, D = 2
+    angle = torch.tensor([[0.3]])
+    turned = Rotate.apply(x, angle.cos(), angle.sin())
+    wanted = [1 * angle.cos() - 2 * angle.sin(), 2 * angle.cos() + 1 * angle.sin()]
+    torch.testing.assert_close(turned.flatten(), torch.stack(wanted).flatten())
+    turned.backward(torch.tensor([[[5.0, 7.0]]]))
+    back = [5 * angle.cos() + 7 * angle.sin(), 7 * angle.cos() - 5 * angle.sin()]
+    torch.testing.assert_close(x.grad.flatten(), torch.stack(back).flatten())
+
+
+def test_swiglu_equals_torch_with_gradient():
+    """silu(gate) * up, forward and backward, as autograd has it; bfloat16 is rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 12, generator=generator, requires_grad=True)
+    plain = x.detach().clone().requires_grad_()
+    gate, up = plain.chunk(2, -1)
+    wanted = torch.nn.functional.silu(gate) * up
+    got = SwiGLU.apply(x)
+    torch.testing.assert_close(got, wanted)
+    pull = torch.randn(5, 6, generator=generator)
+    got.backward(pull)
+    wanted.backward(pull)
+    torch.testing.assert_close(x.grad, plain.grad)
+    rounded = x.detach().bfloat16()
+    gate, up = rounded.float().chunk(2, -1)
+    assert torch.equal(SwiGLU.apply(rounded), (torch.nn.functional.silu(gate) * up).bfloat16())

@@ -13,7 +13,7 @@ from megatron_rl.initialize import Topology
 from megatron_rl.models.attention import inverse_frequencies
 from megatron_rl.models.config import ModelOptions, read_hf_config
 from megatron_rl.models.gpt import build_model, forward
-from megatron_rl.models.heads import all_values, full_logits, new_value_head, value_head
+from megatron_rl.models.heads import all_values, full_logits, value_head
 from megatron_rl.weights.hf_io import load_model
 
 FLOAT32 = ModelOptions(torch.float32)
@@ -79,7 +79,7 @@ def test_every_parameter_is_bfloat16(family: str, alone: Topology, tmp_path: Pat
     folder = tiny_model(tmp_path, family, dtype=torch.bfloat16)
     model = built(folder, alone, ModelOptions())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model.rotary_pos_emb.inverse_frequencies.dtype == torch.float32
+    assert model.frequencies_D.dtype == torch.float32
     micro = micro_batch([30], 131, seed=7)
     with torch.no_grad():
         low, high = (forward(m, micro, full_logits(131)) for m in (model, built(folder, alone)))
@@ -106,7 +106,7 @@ def test_rotary_frequencies_equal_transformers(family: str, tmp_path: Path):
 
 
 def test_value_head_reads_the_places_that_predict(alone: Topology, tmp_path: Path):
-    """value_head gives all_values at predict_K, in float32, and a fresh head is the same from the same seed."""
+    """value_head gives all_values at predict_K, in float32; a fresh head is zero."""
     model = built(tiny_model(tmp_path, "llama"), alone, ModelOptions(), role="value")
     micro = micro_batch(LENGTHS, 131, seed=8)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_value_head_reads_the_places_that_predict(alone: Topology, tmp_path: Pat
     assert some.dtype == torch.float32
     torch.testing.assert_close(some, every[micro.predict_K])
     weight = model.output_layer.weight.detach().clone()
-    new_value_head(model.output_layer.weight, seed=0)
+    torch.nn.init.normal_(model.output_layer.weight, generator=torch.Generator().manual_seed(0))
     assert torch.equal(weight, model.output_layer.weight) and weight.std() > 0
 
 
