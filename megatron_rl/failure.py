@@ -14,6 +14,8 @@ PATIENCE_SECONDS = 8.0  # torchrun ends the other ranks within a second or two o
 SAME_SECONDS = 3.0  # that local rank 0 has for saying first what all ranks have met
 FOLLOWING = ("Connection closed by peer", "Connection reset by peer", "NCCL", "Socket Timeout", "Broken pipe")
 
+_asked_to_stop: list[int] = []  # the SIGTERM that catch_sigterm met
+
 
 def is_consequence(error: BaseException) -> bool:
     """Whether the error only says that another rank is gone."""
@@ -50,19 +52,21 @@ def catch_sigterm() -> Callable[[], bool]:
 
     torchrun sends it to the other ranks of one that failed, too, and ends by SIGKILL who still lives 30 seconds later.
     """
-    asked: list[int] = []
 
     def note(number: int, frame: object) -> None:
-        if asked:
+        if _asked_to_stop:
             os._exit(128 + number)
-        asked.append(number)
+        _asked_to_stop.append(number)
 
     signal.signal(signal.SIGTERM, note)
-    return lambda: bool(asked)
+    return lambda: bool(_asked_to_stop)
 
 
 def _wait(error: BaseException) -> None:
     if is_consequence(error):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's ends this rank now, or has come already
+        if _asked_to_stop:
+            os._exit(128 + _asked_to_stop[0])
         time.sleep(PATIENCE_SECONDS)
     elif os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SAME_SECONDS)
