@@ -94,7 +94,7 @@ def test_wrong_tensors_are_named_and_leave_nothing(tmp_path):
     shutil.copy(other / "config.json", tmp_path / "megatron" / "iter_0000000" / "policy" / "hf" / "config.json")
     role = tmp_path / "megatron" / "iter_0000000" / "policy"
     text = refused(TO_HF, "--load", role, "--save", tmp_path / "back")
-    assert "has the unknown decoder.layers.2.mlp.linear_fc1.weight" in text
+    assert "has the unknown decoder.layers.2." in text and "decoder.layers.2.mlp.linear_fc2.weight" in text
     text = refused(TO_HF, "--load", tmp_path / "megatron", "--save", tmp_path / "back")
-    assert "config.json has " in text and "no whole checkpoint" in text  # its digest differs
+    assert "policy/hf/config.json" in text and "no whole checkpoint" in text  # its digest differs
     assert not list(tmp_path.glob("back*"))
