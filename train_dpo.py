@@ -62,6 +62,7 @@ def train(args: argparse.Namespace) -> None:
         finished = restored.step
         if finished:  # 0: a converter's checkpoint, of weights alone
             pairs.restore(restored.state["data"])
+    run.recorder.start_after(finished)
     stop = catch_sigterm()
 
     if held_out and not finished:

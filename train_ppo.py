@@ -63,6 +63,7 @@ def train(args: argparse.Namespace) -> None:
         if done:  # 0: a converter's checkpoint, of weights alone
             kl = builders.restored_kl(kl, restored.state["kl"])
             prompts.restore(restored.state["data"])
+    run.recorder.start_after(done)
     stop = catch_sigterm()
 
     for step in range(done + 1, args.train_iters + 1):

@@ -109,12 +109,31 @@ class Recorder:
     folder: str
     progress: bool = True
     values: dict[str, float] = field(default_factory=dict)
+    _first: int = 1  # step of this run
     _tensorboard: Any = None
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         os.makedirs(self.folder, exist_ok=True)
         with open(os.path.join(self.folder, name), "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def start_after(self, step: int) -> None:
+        """Called before the first row. Rows of steps after `step` are of a run that was killed: they are dropped.
+
+        A run from the start (step 0) keeps an older run's files as NAME.old.
+        """
+        self._first = step + 1
+        for path in (os.path.join(self.folder, name) for name in ("metrics.jsonl", "samples.jsonl")):
+            if not self.writing or not os.path.exists(path):
+                continue
+            if step == 0:
+                os.replace(path, path + ".old")
+                continue
+            with open(path, encoding="utf-8") as file:
+                kept = [line for line in file if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
+            with open(path + ".part", "w", encoding="utf-8") as file:
+                file.writelines(kept)
+            os.replace(path + ".part", path)
 
     def stage(self, name: str, text: str, **values: float) -> None:
         """Prints `[name] text`; keeps values for the step (keyword a__b is metric a/b)."""
@@ -135,7 +154,8 @@ class Recorder:
             if self._tensorboard is None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(os.path.join(self.folder, "tensorboard"))
+                folder = os.path.join(self.folder, "tensorboard")
+                self._tensorboard = SummaryWriter(folder, purge_step=self._first)
             for name, value in self.values.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()

@@ -67,3 +67,18 @@ def test_units_of_bytes_and_time():
     with timed() as seconds:
         assert seconds == [0.0]
     assert 0 < seconds[0] < 5
+
+
+def test_a_resumed_run_drops_the_rows_of_later_steps(tmp_path: Path):
+    """After step 2 rows 1 and 2 stay, row 3 and a torn one go; a run from the start keeps the old file beside."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    resumed = open_recorder(str(tmp_path), is_main=True, progress=False)
+    resumed.start_after(2)
+    resumed.close_step(3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    fresh = open_recorder(str(tmp_path), is_main=True, progress=False)
+    fresh.start_after(0)
+    fresh.close_step(1)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
+    assert len((tmp_path / "metrics.jsonl.old").read_text().splitlines()) == 3

@@ -249,7 +249,9 @@ class HFWriter:
         assert tuple(tensor.shape) == self.shapes[name] and tensor.dtype == self.dtypes[name], name
         self._held[name] = tensor.contiguous()
         if len(self._held) == len(self._shards[shard]):
-            save_file(self._held, self.partial / self._file(shard), metadata={"format": "pt"})
+            path = self.partial / self._file(shard)
+            save_file(self._held, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # safetensors leaves it to its owner alone; who serves it may be somebody else
             self._held, self._done = {}, self._done + 1
 
     def _file(self, shard: int) -> str:
