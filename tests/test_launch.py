@@ -42,7 +42,7 @@ def test_timeout_leaves_no_process(tmp_path: Path):
     script = tmp_path / "hangs.py"
     script.write_text(HANG)
     start = time.monotonic()
-    with pytest.raises(AssertionError, match="still running after 8 s(.|\n)*started 1"):
-        launch.torchrun(2, script, timeout=8)
-    assert time.monotonic() - start < 8 + 3 * launch.GRACE_SECONDS
+    with pytest.raises(AssertionError, match="still running after 20 s(.|\n)*started 1"):
+        launch.torchrun(2, script, timeout=20)
+    assert time.monotonic() - start < 20 + 3 * launch.GRACE_SECONDS
     assert running(str(script)) == []
