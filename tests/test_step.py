@@ -8,7 +8,7 @@ import launch
 import pytest
 import torch
 from models.tiny import tiny_model
-from ppo_cases import CLIP, ENTROPY, KL, VALUE_CLIP, fixed_batch, per_token, save_logprobs
+from ppo_cases import CLIP, ENTROPY, KL, VALUE_CLIP, fixed_batch, per_token, save_outputs, values_per_token
 
 Seen = dict[str, dict[str, Any]]
 # "tp,pp,sp,dtype,micro-batch size,max tokens,scene"; the first of a dtype and scene is what the others must equal
@@ -16,8 +16,8 @@ SINGLE = (
     "1,1,0,fp32,1,4096,spread",
     "1,1,0,fp32,8,4096,spread",
     "1,1,0,fp32,0,120,spread",
-    "1,1,0,bf16,1,4096,spread",
-    "1,1,0,bf16,8,4096,spread",
+    "1,1,0,bf16,1,4096,wide",
+    "1,1,0,bf16,8,4096,wide",
     "1,1,0,fp32,1,4096,long",
     "1,1,0,fp32,2,4096,long",
     "1,1,0,fp32,1,4096,one",
@@ -35,9 +35,9 @@ DOUBLE = (
     "1,1,0,fp32,2,512,long",
     "1,1,0,fp32,0,512,long",
     "1,1,0,fp32,0,4096,one",
-    "2,1,0,bf16,0,120,spread",
-    "1,2,0,bf16,8,4096,spread",
-    "1,1,0,bf16,1,4096,spread",
+    "2,1,0,bf16,0,500,wide",
+    "1,2,0,bf16,8,4096,wide",
+    "1,1,0,bf16,1,4096,wide",
     "1,1,0,bf16,0,4096,ratio",
     "1,1,0,bf16,8,4096,still",
 )
@@ -47,9 +47,12 @@ FOUR = (
     "2,1,0,fp32,0,120,spread",
     "1,2,0,fp32,0,120,spread",
     "2,1,0,fp32,0,4096,one",
-    "2,2,0,bf16,0,120,spread",
+    "2,2,0,bf16,0,500,wide",
 )
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
+# Between TP 1 and TP 2 in bf16 gradient norms were measured 0.1e-3 (policy) and 1.07e-3 (critic) apart, on 1128 tokens;
+# the same layouts agree to 1e-5 in float32, so it is rounding. Everything else keeps to 1e-3.
+TP_NORM_BF16 = 2e-3
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     sizes = {"max_position_embeddings": 1024}
     critic = tiny_model(folder / "critic", "llama3", head="SequenceClassification", seed=1, **sizes)
     policy = tiny_model(folder / "policy", "llama3", **sizes)
-    save_logprobs(policy)
+    save_outputs(policy, critic)
     return policy, critic
 
 
@@ -97,8 +100,11 @@ def check_equal(single: Seen, seen: Seen) -> None:
             assert float(mean.max()) < TOLERANCE[dtype], (case, role)
             close = TOLERANCE[dtype]
             for number in (1, 2) if dtype == "fp32" else (1,):  # in bf16 weights round to either side after a step
-                report = found[f"{role}_{number}"]
-                assert report == pytest.approx(expected[f"{role}_{number}"], rel=close, abs=close), (case, role)
+                report, wanted = (seen_in[f"{role}_{number}"] for seen_in in (found, expected))
+                norm_close = TP_NORM_BF16 if dtype == "bf16" and not case.startswith("1,") else close
+                assert report["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=norm_close), (case, role)
+                means = {name: value for name, value in report.items() if name != "grad_norm"}
+                assert means == {name: pytest.approx(wanted[name], rel=close, abs=close) for name in means}, case
                 compared += len(report)
     assert compared > 50
 
@@ -163,7 +169,7 @@ def test_critic_equals_plain_formulas(single: Seen, folders: tuple[Path, Path]):
     batch, total = fixed_batch("spread", folders[0]), torch.zeros(())
     for b, sequence in enumerate(batch.sequences):
         prompt, length = int(batch.prompt_lengths_B[b]), int(batch.response_lengths_B[b])
-        values = model.score(model.model(sequence[None]).last_hidden_state)[0, prompt - 1 : -1, 0]
+        values = values_per_token(model, sequence, prompt)
         found = single[SINGLE[0]]["critic_forward"][0, b, :length]
         torch.testing.assert_close(found, values.detach(), atol=1e-5, rtol=1e-5)
         old, target = batch.values_BR[b, :length], batch.returns_BR[b, :length]
