@@ -35,7 +35,7 @@ def test_samples_of_a_prompt_stay_together_where_they_can(prompts: int, n: int, 
 def test_seeds_differ_and_repeat():
     """Every sample of every step and run has its own seed, within vLLM's range, and the same one again."""
     seeds = [sample_seed(run, step, i) for run in (1, 2) for step in (1, 2, 3) for i in range(50)]
-    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**62 for seed in seeds)
     assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3)
 
 

@@ -13,9 +13,9 @@ from megatron_rl.rollout.engine import Engine, GenerateRequest, SamplingOptions
 
 
 def sample_seed(seed: int, step: int, sample: int) -> int:
-    """The seed of one sample: the same on all ranks of a replica, different for every sample, step and run seed."""
+    """The seed of one sample, 62 bits: the same on all ranks of a replica, another for every sample, step and run."""
     digest = hashlib.sha256(f"{seed}/{step}/{sample}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+    return int.from_bytes(digest[:8], "little") >> 2
 
 
 def deal(prompts: int, n: int, replicas: int) -> list[list[int]]:

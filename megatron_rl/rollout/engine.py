@@ -14,6 +14,7 @@ from megatron_rl import platform
 from megatron_rl.batch import Response
 from megatron_rl.initialize import Topology
 from megatron_rl.rollout import startup
+from megatron_rl.rollout.capture import capture_of
 from megatron_rl.rollout.generate import (
     GenerateRequest,
     SamplingOptions,
@@ -107,6 +108,7 @@ class Engine:
         self.live = register_live_loader(self._bind)
         self.llm = self._start(hf_folder)
         self.vocab_size = self.llm.model_config.get_vocab_size()
+        self.capture = capture_of(self.llm)
         self._connect()
 
     def _place(self, placement: Placement) -> None:
@@ -264,7 +266,7 @@ class Engine:
         check_requests(requests, options, self.options.max_model_len, self.vocab_size)
         self._assert_same_requests(requests, options)
         with startup.own_rng(self.options.seed + self.version):
-            return generate(self.llm, requests, options, self.eos_token_ids, self.version, progress)
+            return generate(self.llm, requests, options, self.eos_token_ids, self.version, self.capture, progress)
 
     def _assert_same_requests(self, requests: Sequence[GenerateRequest], options: SamplingOptions) -> None:
         number = requests_hash(requests, options)

@@ -10,6 +10,8 @@ from megatron_rl.batch import Response
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from megatron_rl.rollout.capture import LogprobCapture
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -71,11 +73,13 @@ def generate(
     options: SamplingOptions,
     eos_token_ids: tuple[int, ...],
     weight_version: int,
+    capture: "LogprobCapture | None",
     progress: Any = False,
 ) -> list[Response]:
-    """One response for each request, in order."""
+    """One response for each request, in order. With a `capture` the log-probabilities come from it, else from vLLM."""
     from vllm import SamplingParams
 
+    asks_vllm = options.logprobs and capture is None
     stop_ids = options.stop_token_ids + (() if options.ignore_eos else eos_token_ids)
     params = [
         SamplingParams(
@@ -88,20 +92,31 @@ def generate(
             stop=list(options.stop),
             stop_token_ids=list(stop_ids),
             ignore_eos=options.ignore_eos,
-            logprobs=0 if options.logprobs else None,  # 0: of the sampled token alone
-            flat_logprobs=options.logprobs,
+            logprobs=0 if asks_vllm else None,  # 0: of the sampled token alone
+            flat_logprobs=asks_vllm,
             detokenize=bool(options.stop),
         )
         for request in requests
     ]
     prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+    captures = capture is not None and options.logprobs and bool(requests)
+    if captures:
+        lengths = [len(request.token_ids) for request in requests]
+        capture.begin([request.seed for request in requests], lengths, options.max_tokens)
     outputs = llm.generate(prompts, params, use_tqdm=progress) if prompts else []
-    return [_response(output.outputs[0], options.logprobs, weight_version) for output in outputs]
+    completions = [output.outputs[0] for output in outputs]
+    if captures:
+        rows = capture.end().tolist()
+        logprobs = [tuple(row[: len(c.token_ids)]) for row, c in zip(rows, completions, strict=True)]
+    elif asks_vllm:
+        logprobs = [tuple(c.logprobs.logprobs) for c in completions]
+    else:
+        logprobs = [()] * len(completions)
+    return [_response(*pair, options.logprobs, weight_version) for pair in zip(completions, logprobs, strict=True)]
 
 
-def _response(completion: Any, with_logprobs: bool, weight_version: int) -> Response:
+def _response(completion: Any, logprobs: tuple[float, ...], with_logprobs: bool, weight_version: int) -> Response:
     token_ids = tuple(completion.token_ids)
-    logprobs = tuple(completion.logprobs.logprobs) if with_logprobs else ()
     assert token_ids, f"vLLM gave no token (it finished with {completion.finish_reason!r})"
     assert not with_logprobs or len(logprobs) == len(token_ids), "one log-probability for each sampled token"
     return Response(token_ids, logprobs, completion.finish_reason == "length", weight_version)
