@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl import builders, report
+from megatron_rl import builders, report, sampling
 from megatron_rl.algorithms.advantages import NEEDS_GREEDY, AdvantageInputs, compute_advantages, place_on_last_token
 from megatron_rl.algorithms.corrections import rollout_correction
 from megatron_rl.algorithms.kl import KLController, kl_in_reward, update_kl
@@ -29,12 +29,11 @@ from megatron_rl.flags import PPO
 from megatron_rl.metrics import timed
 from megatron_rl.models.config import read_hf_config
 from megatron_rl.objectives import minibatches
-from megatron_rl.rewards.router import RuleRewards, ScoringInput
-from megatron_rl.rewards.share import score_shared
 from megatron_rl.roles import Role, build_critic, build_policy, build_reference, export_role, load_tokenizer
 from megatron_rl.rollout.collect import collect
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.startup import check_early
+from megatron_rl.sampling import Scorer
 from megatron_rl.step import StepReport, forward_only, train_step
 
 
@@ -52,7 +51,10 @@ def train(args: argparse.Namespace) -> None:
     policy = build_policy(args, run.topology)
     critic = build_critic(args, run.topology)  # None for estimators that need none
     reference = build_reference(args, run.topology)  # None where --kl-coef is 0
-    roles = [policy, critic, reference]
+    scorer = Scorer(rewards, builders.build_reward_models(run, rewards, hf))
+    roles = [policy, critic, reference, *(model.role for model in scorer.models)]
+    for role in filter(None, roles):
+        role.memory.leave()  # what the flags of group memory keep on the host; it comes back for its own work alone
     engine = builders.build_engine(args, roles, run.topology)  # last: it takes the memory that the trainer left
     report.header(run, hf, roles, prompts)
 
@@ -77,8 +79,8 @@ def train(args: argparse.Namespace) -> None:
             greedy = roll_out(run, engine, asked, step, 0) if args.advantage_estimator in NEEDS_GREEDY else None
             engine.sleep()
 
-            greedy_B = score(run, greedy, rewards, step)[[s.group for s in samples]] if greedy else None
-            scores_B = score(run, samples, rewards, step)
+            greedy_B = score(run, greedy, scorer, step)[[s.group for s in samples]] if greedy else None
+            scores_B = score(run, samples, scorer, step)
             with timed() as update_seconds:
                 batch = measure(run, batch_of(samples), policy, critic, reference)
                 batch, kl = estimate(run, batch, scores_B, greedy_B, kl)
@@ -121,17 +123,11 @@ def roll_out(run: Run, engine: Engine, prompts: list[Prompt], step: int, n: int)
     return samples
 
 
-def score(run: Run, samples: list[Sample], rewards: RuleRewards, step: int) -> Tensor:
+def score(run: Run, samples: list[Sample], scorer: Scorer, step: int) -> Tensor:
     """Rewards [B], equal on every rank."""
-    ids = [list(s.response.token_ids) for s in samples]
-    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    inputs = [
-        ScoringInput(s.prompt.text, t, s.prompt.row, s.prompt.index) for s, t in zip(samples, texts, strict=True)
-    ]
-    with timed() as seconds:
-        scores = score_shared(rewards, inputs, run.topology)
-    report.rewards(run.recorder, step, samples, texts, scores, seconds[0], run.args.log_samples)
-    return torch.tensor(scores.total)
+    scored = sampling.score(run, samples, scorer)
+    report.rewards(run.recorder, step, samples, scored.texts, scored.scores, scored.seconds, run.args.log_samples)
+    return torch.tensor(scored.scores.total)
 
 
 def measure(run: Run, batch: Batch, policy: Role, critic: Role | None, reference: Role | None) -> Batch:

@@ -190,8 +190,9 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
             f"--advantage-estimator {args.advantage_estimator} compares the samples of a prompt: "
             f"--n-samples-per-prompt {args.n_samples_per_prompt} must be at least 2"
         )
-    if bool(args.reward) == bool(args.reward_config):
-        raise ValueError("give either --reward or --reward-config" + (", not both" if args.reward else ""))
+    if bool(args.reward or args.reward_model) == bool(args.reward_config):
+        given = ", not both" if args.reward_config else ""
+        raise ValueError(f"give either --reward and --reward-model, or --reward-config{given}")
     if args.reward_config:
         check_files([args.reward_config], "--reward-config")
     for text in args.rollout_reject:

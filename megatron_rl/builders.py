@@ -14,9 +14,10 @@ from megatron_rl.batch import Batch, PreferencePair
 from megatron_rl.data import preferences
 from megatron_rl.data.packing import PackingOptions, plan_micro_batches
 from megatron_rl.data.prompts import PromptDataset, PromptOptions
+from megatron_rl.data.text import TextFormat
 from megatron_rl.initialize import Topology, initialize
 from megatron_rl.metrics import Recorder, bytes_text, open_recorder
-from megatron_rl.models.config import dims
+from megatron_rl.models.config import HFConfig, check_layout, check_length, dims, longest_sequence, read_hf_config
 from megatron_rl.objectives import (
     MinibatchOptions,
     PolicyObjective,
@@ -25,8 +26,9 @@ from megatron_rl.objectives import (
     value_objective,
 )
 from megatron_rl.reference_cache import model_digest
+from megatron_rl.rewards.model import RewardModel, RewardText, check_head, tokenizer_difference
 from megatron_rl.rewards.router import RuleRewards, entries_from_config, entries_from_specs
-from megatron_rl.roles import Role, trained_weights
+from megatron_rl.roles import Role, build_reward_role, load_tokenizer, trained_weights
 from megatron_rl.rollout.engine import Engine, EngineOptions, SamplingOptions, TrainedWeights
 from megatron_rl.rollout.startup import can_place
 from megatron_rl.step import Loss, Plan
@@ -70,16 +72,51 @@ def prompt_options(args: argparse.Namespace) -> PromptOptions:
     )
 
 
-def build_rewards(args: argparse.Namespace, prompts: PromptDataset) -> RuleRewards:
-    """The rules, checked against every row: one that nothing scores is an error at launch."""
-    entries = entries_from_config(args.reward_config) if args.reward_config else entries_from_specs(args.reward)
+def build_rewards(args: argparse.Namespace, prompts: PromptDataset, hf: HFConfig, tokenizer: Any) -> RuleRewards:
+    """The rules, checked against every row: one that nothing scores is an error at launch, as is a reward model that
+    cannot be built."""
+    entries = entries_from_config(args.reward_config) if args.reward_config else None
+    entries = entries or entries_from_specs(args.reward, args.reward_model)
     rewards = RuleRewards(entries, args.reward_workers, args.reward_timeout)
     rewards.check_rows([(p.index, p.row) for p in prompts.prompts])
     return rewards
+    for folder in rewards.models.values():
+        own = read_hf_config(folder)
+        check_head(folder, own)
+        check_layout(own, layout_sizes(args), args.sequence_parallel)
+        if reward_text(args, folder, hf, tokenizer)[0].own is None:
+            longest = args.max_prompt_length + args.max_response_length
+            check_length(own, longest, f"prompts and responses of {longest} tokens with reward model {folder}")
 
 
-def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine:
-    """The vLLM engine on the live weights of the first role, beside all of them."""
+def reward_text(args: argparse.Namespace, folder: str, hf: HFConfig, tokenizer: Any) -> tuple[RewardText, str]:
+    """How a reward model reads the samples of the policy (`hf`, `tokenizer`), and a line that says it."""
+    own, model = load_tokenizer(folder, "reward model"), read_hf_config(folder)
+    limit = min(longest_sequence(model), args.max_tokens_per_micro_batch)
+    difference = tokenizer_difference(tokenizer, hf.vocab, own, model.vocab)
+    if difference is None:
+        return RewardText(None, limit), "its tokenizer is the policy's, token ids go in as they are"
+    templated = bool(own.chat_template)
+    form = TextFormat(own, templated, args.system_prompt if templated else None)
+    how = "chat template" if templated else "tokenizer (it has no chat template)"
+    return RewardText(form, limit, args.prompt_key), (
+        f"its tokenizer differs from the policy's ({difference}), texts are tokenised again with its own {how}"
+    )
+
+
+def build_reward_models(run: Run, rewards: RuleRewards, hf: HFConfig) -> tuple[RewardModel, ...]:
+    """The reward models of --reward-model and --reward-config on the policy's layout; `hf` is the policy's."""
+    models = []
+    for name, folder in rewards.models.items():
+        text, says = reward_text(run.args, folder, hf, run.tokenizer)
+        role = build_reward_role(folder, run.args, run.topology)
+        models.append(RewardModel(name, role, text, packing_options(run.args)))
+        run.recorder.print(f"{role.name:<10}{name}: {says}")
+    return tuple(models)
+
+
+def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine | HFEngine:
+    """The vLLM engine, or transformers in its place, on the live weights of the first role, beside all of them."""
     policy = roles[0]
     assert policy is not None, "the policy comes first"
     tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size

@@ -98,7 +98,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "step/epoch": ("epochs", "passes over the prompts begun so far"),
     "memory/peak_gb": ("GB", "most device memory so far on rank 0 (resident memory on the CPU)"),
 }
-RULE_PREFIX = "reward/rule/"  # + rule name: mean of that rule, unweighted
+RULE_PREFIX = "reward/rule/"  # + name of a rule or reward model: its mean, unweighted
 
 
 @dataclass

@@ -15,7 +15,7 @@ from megatron_rl.initialize import Topology
 from megatron_rl.logprobs import Head, LogprobOptions, logprob_head
 from megatron_rl.models.config import HFConfig, ModelOptions, dims, read_hf_config
 from megatron_rl.models.gpt import build_model
-from megatron_rl.models.heads import value_head
+from megatron_rl.models.heads import score_head, value_head
 from megatron_rl.models.optimizer import OptimizerOptions, build_optimizer, wrap_ddp
 from megatron_rl.rollout.engine import TrainedWeights
 from megatron_rl.weights.arch import Role as Kind
@@ -28,7 +28,7 @@ from megatron_rl.weights.layouts import hf_shapes, megatron_shards
 class Role:
     """A model on this rank. Frozen roles (the reference) have neither optimizer nor schedule."""
 
-    name: str  # policy, critic or reference
+    name: str  # policy, critic, reference or reward
     kind: Kind
     folder: str  # where its config.json and tokenizer are
     hf: HFConfig
@@ -90,6 +90,10 @@ def _value_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tens
 
 def build_role(
     name: str,
+def _score_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tensor:
+    return score_head(hidden_TH, weight_1H, micro)[None]
+
+
     folder: str,
     args: argparse.Namespace,
     topology: Topology,
@@ -172,8 +176,13 @@ def build_reference(args: argparse.Namespace, topology: Topology) -> Role | None
     """None where no KL is asked for."""
     if args.kl_coef == 0:
         return None
-    folder = args.reference_hf_model or args.hf_model
-    return build_role("reference", folder, args, topology, logprobs=_rollout_logprobs(args))
+    folder, offload = args.reference_hf_model or args.hf_model, OffloadOptions(weights=args.offload_reference)
+    return build_role("reference", folder, args, topology, logprobs=_rollout_logprobs(args), offload=offload)
+
+
+def build_reward_role(folder: str, args: argparse.Namespace, topology: Topology) -> Role:
+    """A model that scores texts at their last token (rewards/model.py); frozen."""
+    return replace(build_role("reward", folder, args, topology, "value"), head=_score_head)
 
 
 def build_preference_policy(args: argparse.Namespace, topology: Topology, steps: int) -> Role:
@@ -201,7 +210,7 @@ def export_role(role: Role, folder: str | Path, topology: Topology) -> None:
     export_model(role.chunks, role.hf, topology, folder, role.folder, role.kind, impl)
 
 
-def load_tokenizer(folder: str) -> Any:
+def load_tokenizer(folder: str, flag: str = "--hf-model") -> Any:
     """The folder's tokenizer; ValueError where it has none."""
     from transformers import AutoTokenizer
 
@@ -209,4 +218,5 @@ def load_tokenizer(folder: str) -> Any:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())  # transformers writes several lines
-        raise ValueError(f"--hf-model {folder} has no tokenizer that transformers can load: {why}") from error
+        raise ValueError(f"{flag} {folder} has no tokenizer that transformers can load: {why}") from error
+    return tokenizer

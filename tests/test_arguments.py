@@ -258,6 +258,17 @@ BAD_RUNS = {
         ["GPT2LMHeadModel"],
     ),
     "rule": ({}, lambda tmp: ["--reward", "lenght"], ["lenght", "length"]),
+    "reward model without a head": (
+        {},
+        lambda tmp: ["--reward-model", tiny_tokenizer(tiny_model(tmp / "base", "qwen2"))],
+        ["base", "without score.weight", "--reward-model"],
+    ),
+    "reward model without a tokenizer": (
+        {},
+        lambda tmp: ["--reward-model", tiny_model(tmp / "bare", "qwen2", head="SequenceClassification")],
+        ["reward model", "bare", "no tokenizer"],
+    ),
+    "no reward model": ({}, lambda tmp: ["--reward-model", tmp], ["reward model", "no config.json"]),
 }
 
 

@@ -50,6 +50,7 @@ class Task:
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     folder = tmp_path_factory.mktemp("task")
     tiny_tokenizer(tiny_model(folder / "model", "llama3"))
+    tiny_tokenizer(tiny_model(folder / "scorer", "qwen2", head="SequenceClassification", seed=1))
     prompts = [f"say {i} " for i in range(10)] + ["x" * 17]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return Task(folder)
@@ -158,10 +159,11 @@ def test_seeds_decide(ppo: launch.Result, task: Task):
 
 @pytest.fixture(scope="module")
 def two_ranks(task: Task) -> str:
-    """GRPO on two data-parallel ranks, then on two tensor-parallel ones with an engine each."""
+    """GRPO by a rule and a reward model on two data-parallel ranks, then on two tensor-parallel ones."""
+    scorer = ["--reward-model", f"{task.folder}/scorer=0.5"]
     one_prompt = task.argv("replicas", GRPO, "--log-samples", 99, "--rollout-batch-size", 1, "--train-iters", 1)
-    tp = task.argv("tp", GRPO, "--tensor-model-parallel-size", 2, "--rollout-tensor-parallel-size", 1)
-    return several(task, 2, [task.argv("dp", GRPO), one_prompt, tp])
+    tp = task.argv("tp", GRPO, "--tensor-model-parallel-size", 2, "--rollout-tensor-parallel-size", 1, *scorer)
+    return several(task, 2, [task.argv("dp", GRPO, *scorer), one_prompt, tp])
 
 
 def test_layouts_of_two_ranks(two_ranks: str, task: Task):
@@ -171,9 +173,12 @@ def test_layouts_of_two_ranks(two_ranks: str, task: Task):
         layouts = {name for name in first if name.startswith("sync/")}
         for name in first.keys() - layouts:
             assert first[name] == pytest.approx(second[name], rel=2e-3, abs=2e-4), name
-    assert task.samples("dp") == task.samples("tp")
+    for first, second in zip(task.samples("dp"), task.samples("tp"), strict=True):
+        assert first == second | {"reward": pytest.approx(second["reward"], abs=1e-4)}
     assert dp[0]["sync/bytes_received"] == 0 < tp[0]["sync/bytes_received"]
     assert {"policy/kl", "reward/equal_groups"} <= dp[0].keys() and "critic/loss" not in dp[0]
+    of_rule, of_model = (dp[0][RULE_PREFIX + name] for name in ("length", "scorer"))
+    assert dp[0]["reward/mean"] == pytest.approx(of_rule + 0.5 * of_model) and of_model != 0
 
 
 def test_replicas_draw_different_samples(two_ranks: str, task: Task):

@@ -20,17 +20,19 @@ MAX_SCRIPT_LINES = {"train_ppo.py": 250, "train_dpo.py": 200}
 # A module imports only from modules to its left, from leaves, and from its own folder. Leaves import leaves alone.
 LEAVES = ("batch", "platform", "failure", "weights.arch", "weights.layouts")
 ORDER = (
-    *("initialize", "data", "logprobs", "models", "weights", "rollout", "rewards", "algorithms"),
+    *("initialize", "data", "logprobs", "offload", "models", "weights", "rollout", "algorithms"),
     *(
         "flags",
         "arguments",
         "roles",
         "step",
+        "rewards",  # a reward model is a role that takes a step
         "objectives",
         "metrics",
         "reference_cache",
         "builders",
         "report",
+        "sampling",
         "checkpoint",
     ),
 )

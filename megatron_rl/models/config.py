@@ -162,6 +162,12 @@ def check_length(config: HFConfig, max_length: int | None, where: str | Path = "
         )
 
 
+def longest_sequence(config: HFConfig) -> int:
+    """Tokens of the longest sequence that check_length lets through."""
+    window = _sliding_window(config)
+    return config.max_position if window is None else min(config.max_position, window)
+
+
 def _sliding_window(config: HFConfig) -> int | None:
     window = config.raw.get("sliding_window")
     if config.family in ("qwen2", "qwen3", "qwen3_moe"):

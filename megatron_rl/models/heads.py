@@ -30,6 +30,11 @@ def value_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tenso
     return hidden_TH[micro.predict_K].float() @ weight_1H[0].float()
 
 
+def score_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tensor:
+    """float32 scores_K: of each response token itself, where value_head gives the state before it."""
+    return hidden_TH[micro.predict_K + 1].float() @ weight_1H[0].float()
+
+
 def all_values(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tensor:
     """float32 values_T, of every token; a reward model's score is the one at its sequence's last token."""
     return hidden_TH.float() @ weight_1H[0].float()

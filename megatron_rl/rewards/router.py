@@ -53,15 +53,16 @@ class Scores:
         return {name: sum(scores.values()) / len(scores) for name, scores in self.by_name.items() if scores}
 
 
-def entries_from_specs(specs: Sequence[str]) -> tuple[RewardEntry, ...]:
-    """--reward: each `RULE` or `RULE=WEIGHT`; every one scores every row."""
+def entries_from_specs(rules: Sequence[str], models: Sequence[str] = ()) -> tuple[RewardEntry, ...]:
+    """--reward and --reward-model: each `RULE` or `DIR`, with `=WEIGHT` behind it; every one scores every row."""
     entries: list[RewardEntry] = []
-    for spec in specs:
-        rule, weight = _split_weight(spec)
-        name = base = rule_name(rule)
+    for spec in (*rules, *models):
+        what, weight = _split_weight(spec)
+        is_rule = len(entries) < len(rules)
+        name = base = rule_name(what) if is_rule else Path(what).resolve().name
         while name in [e.name for e in entries]:
             name = f"{base}_{int(name[len(base) + 1 :] or 1) + 1}"
-        entries.append(RewardEntry(name, rule=rule, weight=weight))
+        entries.append(RewardEntry(name, **{"rule" if is_rule else "path": what}, weight=weight))
     return tuple(entries)
 
 

@@ -195,13 +195,19 @@ def test_bad_configs_are_refused(tmp_path, text, message):
 
 
 def test_specs():
-    """--reward takes weights after the last equals sign, and names the same rule twice apart."""
+    """--reward and --reward-model take weights after the last equals sign, and name the same thing twice apart."""
     entries = entries_from_specs(["format:a=b", "format:c=0.5", "format", "length=2"])
     assert [(e.name, e.rule, e.weight) for e in entries] == [
         ("format", "format:a=b", 1.0),
         ("format_2", "format:c", 0.5),
         ("format_3", "format", 1.0),
         ("length", "length", 2.0),
+    ]
+    entries = entries_from_specs(["length=2"], ["models/rm/=0.5", "other/rm"])
+    assert [(e.name, e.rule, e.path, e.weight) for e in entries] == [
+        ("length", "length", None, 2.0),
+        ("rm", None, "models/rm/", 0.5),
+        ("rm_2", None, "other/rm", 1.0),
     ]
     with pytest.raises(ValueError, match="no reward: give --reward"):
         RuleRewards(entries_from_specs([]))
