@@ -215,7 +215,9 @@ def load_tokenizer(folder: str, flag: str = "--hf-model") -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes make an empty one where files are missing
+            raise ValueError(f"the {type(tokenizer).__name__} has {len(tokenizer)} token(s)")
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())  # transformers writes several lines
         raise ValueError(f"{flag} {folder} has no tokenizer that transformers can load: {why}") from error
