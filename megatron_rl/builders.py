@@ -78,8 +78,7 @@ def build_rewards(args: argparse.Namespace, prompts: PromptDataset, hf: HFConfig
     entries = entries_from_config(args.reward_config) if args.reward_config else None
     entries = entries or entries_from_specs(args.reward, args.reward_model)
     rewards = RuleRewards(entries, args.reward_workers, args.reward_timeout)
-    rewards.check_rows([(p.index, p.row) for p in prompts.prompts])
-    return rewards
+    rewards.check_rows([(p.index, p.row) for p in prompts.items])
     for folder in rewards.models.values():
         own = read_hf_config(folder)
         check_head(folder, own)
@@ -87,6 +86,7 @@ def build_rewards(args: argparse.Namespace, prompts: PromptDataset, hf: HFConfig
         if reward_text(args, folder, hf, tokenizer)[0].own is None:
             longest = args.max_prompt_length + args.max_response_length
             check_length(own, longest, f"prompts and responses of {longest} tokens with reward model {folder}")
+    return rewards
 
 
 def reward_text(args: argparse.Namespace, folder: str, hf: HFConfig, tokenizer: Any) -> tuple[RewardText, str]:
@@ -115,8 +115,8 @@ def build_reward_models(run: Run, rewards: RuleRewards, hf: HFConfig) -> tuple[R
     return tuple(models)
 
 
-def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine:
-    """The vLLM engine on the live weights of the first role, beside all of them."""
+def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine | HFEngine:
+    """The vLLM engine, or transformers in its place, on the live weights of the first role, beside all of them."""
     policy = roles[0]
     assert policy is not None, "the policy comes first"
     tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size

@@ -228,13 +228,13 @@ def _rewards(group: Group) -> None:
     add = group.add_argument
     add("--reward", nargs="+", default=[], metavar="RULE",
         help="rules that give the reward, each NAME or FILE.py:FUNCTION, with =WEIGHT behind it where it is not 1")
+    add("--reward-model", nargs="+", default=[], metavar="DIR",
+        help="Hugging Face folders of sequence classifications with one label, run on the policy's layout, alone or "
+             "added to --reward, with =WEIGHT behind one whose weight is not 1; the score is that of the last token")
     add("--reward-config", default=None, metavar="FILE.yaml",
         help="rules and reward models chosen by data_source, instead of both: a list of name, rule or path, weight "
              "and condition, such as \"data_source == 'news'\"; entries without a condition come last")
     add("--reward-workers", type=count0, default=0, metavar="N",
-    add("--reward-model", nargs="+", default=[], metavar="DIR",
-        help="Hugging Face folders of sequence classifications with one label, run on the policy's layout, alone or "
-             "added to --reward, with =WEIGHT behind one whose weight is not 1; the score is that of the last token")
         help="processes of each rank that run rules; 0: in the training process, without a time limit")
     add("--reward-timeout", type=amount, default=60, metavar="S", help="seconds one sample's rule may take")
 

@@ -88,12 +88,12 @@ def _value_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tens
     return value_head(hidden_TH, weight_1H, micro)[None]
 
 
-def build_role(
-    name: str,
 def _score_head(hidden_TH: Tensor, weight_1H: Tensor, micro: MicroBatch) -> Tensor:
     return score_head(hidden_TH, weight_1H, micro)[None]
 
 
+def build_role(
+    name: str,
     folder: str,
     args: argparse.Namespace,
     topology: Topology,
