@@ -53,8 +53,6 @@ def train(args: argparse.Namespace) -> None:
     reference = build_reference(args, run.topology)  # None where --kl-coef is 0
     scorer = Scorer(rewards, builders.build_reward_models(run, rewards, hf))
     roles = [policy, critic, reference, *(model.role for model in scorer.models)]
-    for role in filter(None, roles):
-        role.memory.leave()  # what the flags of group memory keep on the host; it comes back for its own work alone
     engine = builders.build_engine(args, roles, run.topology)  # last: it takes the memory that the trainer left
     report.header(run, hf, roles, prompts)
 

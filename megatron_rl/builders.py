@@ -115,8 +115,8 @@ def build_reward_models(run: Run, rewards: RuleRewards, hf: HFConfig) -> tuple[R
     return tuple(models)
 
 
-def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine | HFEngine:
-    """The vLLM engine, or transformers in its place, on the live weights of the first role, beside all of them."""
+def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine:
+    """The vLLM engine on the live weights of the first role, beside all of them."""
     policy = roles[0]
     assert policy is not None, "the policy comes first"
     tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size
