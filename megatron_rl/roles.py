@@ -176,8 +176,8 @@ def build_reference(args: argparse.Namespace, topology: Topology) -> Role | None
     """None where no KL is asked for."""
     if args.kl_coef == 0:
         return None
-    folder, offload = args.reference_hf_model or args.hf_model, OffloadOptions(weights=args.offload_reference)
-    return build_role("reference", folder, args, topology, logprobs=_rollout_logprobs(args), offload=offload)
+    folder = args.reference_hf_model or args.hf_model
+    return build_role("reference", folder, args, topology, logprobs=_rollout_logprobs(args))
 
 
 def build_reward_role(folder: str, args: argparse.Namespace, topology: Topology) -> Role:
