@@ -52,10 +52,10 @@ def train(args: argparse.Namespace) -> None:
     steps = builders.preference_steps(args, pairs)
 
     # a reference that only computes beforehand has left the device when the policy comes
-    reference = build_reference(run, {"train": pairs.pairs, "eval": held_out})
+    reference = build_reference(run, {"train": pairs.items, "eval": held_out})
     policy = build_preference_policy(args, run.topology, steps)
     loss = builders.preference_loss_of(args)
-    report.preference_header(run, hf, [policy, reference.resident], pairs.summary())
+    report.preference_header(run, hf, [policy, reference.resident], pairs.summary)
 
     finished, checkpoints = 0, open_checkpoints(args, run.topology, run.recorder.print)
     if restored := load(args, [policy], run.topology, run.recorder.print):

@@ -258,7 +258,7 @@ def load_held_out(args: argparse.Namespace, tokenizer: Any) -> list[PreferencePa
     options = replace(
         pair_options(args), files=tuple(args.eval_data), dataset_class=None, weights=(), flag="--eval-data"
     )
-    return preferences.load_preferences(options, tokenizer).pairs
+    return preferences.load_preferences(options, tokenizer).items
 
 
 def pairs_per_step(args: argparse.Namespace) -> int:

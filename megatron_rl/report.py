@@ -103,7 +103,7 @@ def _built(run: Run, roles: list[Role | None], data: str) -> None:
 def header(run: Run, hf: HFConfig, roles: list[Role | None], prompts: PromptDataset) -> None:
     """What the run is, printed once everything is built."""
     run.recorder.print(describe(run.args, hf))
-    _built(run, roles, prompts.summary())
+    _built(run, roles, prompts.summary)
     for text in sampling_warnings(run.args):
         run.recorder.print(f"warning: {text}")
 
@@ -143,7 +143,7 @@ def evaluation(recorder: Recorder, metrics: dict[str, float], pairs: int, second
 
 def show_samples(run: Run, when: str, prompts: PromptDataset, engine: Engine) -> None:
     """Prints greedy responses to the first --show-samples prompts."""
-    chosen = prompts.prompts[: run.args.show_samples]
+    chosen = prompts.items[: run.args.show_samples]
     if not chosen:
         return
     for sample in collect(engine, chosen, 1, sampling_options(run.args, greedy=True), run.args.seed, 0, run.topology):

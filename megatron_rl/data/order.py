@@ -18,7 +18,9 @@ class Ordered[T]:
         weights: tuple[float, ...] = (),
         shuffle: bool = True,
         drop_last: bool = False,
+        summary: str = "",  # one line for the header: what was read, what was left out or cut
     ) -> None:
+        self.summary = summary
         self._items = [item for file in items for item in file]
         self._sizes = [len(file) for file in items]
         self._counts = _counts(self._sizes, weights)

@@ -67,43 +67,7 @@ class PreferenceCounts:
         return PreferenceCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-class PreferenceDataset:
-    """Pairs in the order of data/order.py; index is the row number over all files, rows left out counted."""
-
-    def __init__(
-        self, pairs: list[list[PreferencePair]], options: PreferenceOptions, counts: PreferenceCounts
-    ) -> None:
-        self.counts = counts
-        self._files = len(options.files)
-        self._ordered = Ordered(pairs, options.seed, options.weights, options.shuffle, options.drop_last)
-        self.next_batch = self._ordered.next_batch
-        self.batches_per_epoch = self._ordered.batches_per_epoch
-        self.state = self._ordered.state
-        self.restore = self._ordered.restore
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    @property
-    def epoch(self) -> int:
-        return self._ordered.epoch
-
-    @property
-    def pairs(self) -> list[PreferencePair]:
-        """All of them once, in file order."""
-        return self._ordered.items
-
-    def summary(self) -> str:
-        """One line for the header."""
-        parts = [f"{len(self):,} pairs from {self._files} file(s)"]
-        for count, what in [
-            (self.counts.filtered, "over-long left out"),
-            (self.counts.dropped, "dropped without a response token"),
-            (self.counts.truncated_prompts, "with the prompt cut from the left"),
-            (self.counts.truncated_completions, "with a completion cut from the right"),
-        ]:
-            parts += [f"{count:,} {what}"] if count else []
-        return ", ".join(parts)
+PreferenceDataset = Ordered[PreferencePair]  # index is the row number over all files, rows left out counted
 
 
 @dataclass(frozen=True)
@@ -133,7 +97,20 @@ def load_preferences(options: PreferenceOptions, tokenizer: Any) -> PreferenceDa
             )
         pairs.append(kept)
         first += len(rows)
-    return PreferenceDataset(pairs, options, counts)
+    summary = _summary(sum(map(len, pairs)), len(options.files), counts)
+    return Ordered(pairs, options.seed, options.weights, options.shuffle, options.drop_last, summary)
+
+
+def _summary(pairs: int, files: int, counts: PreferenceCounts) -> str:
+    parts = [f"{pairs:,} pairs from {files} file(s)"]
+    for count, what in [
+        (counts.filtered, "over-long left out"),
+        (counts.dropped, "dropped without a response token"),
+        (counts.truncated_prompts, "with the prompt cut from the left"),
+        (counts.truncated_completions, "with a completion cut from the right"),
+    ]:
+        parts += [f"{count:,} {what}"] if count else []
+    return ", ".join(parts)
 
 
 def _tokenise(rows: list[Row], first: int, form: TextFormat, options: PreferenceOptions) -> list[PreferencePair]:

@@ -35,43 +35,7 @@ class PromptOptions:
             raise ValueError(f"--max-prompt-length {self.max_prompt_length}: must be at least 1")
 
 
-class PromptDataset:
-    """Prompts in the order of data/order.py. Prompt.index is the row number over all files, filtered rows counted.
-
-    A batch may be smaller than asked for at the end of an epoch (not with drop_last): the caller sees a shorter list.
-    """
-
-    def __init__(self, prompts: list[list[Prompt]], options: PromptOptions, filtered: int, truncated: int) -> None:
-        self.filtered, self.truncated = filtered, truncated
-        self._options = options
-        self._ordered = Ordered(prompts, options.seed, options.weights, options.shuffle, options.drop_last)
-        self.next_batch = self._ordered.next_batch
-        self.batches_per_epoch = self._ordered.batches_per_epoch
-        self.state = self._ordered.state
-        self.restore = self._ordered.restore
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    @property
-    def epoch(self) -> int:
-        return self._ordered.epoch
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """All of them once, in file order."""
-        return self._ordered.items
-
-    def summary(self) -> str:
-        """One line for the header."""
-        lengths = [len(p.token_ids) for p in self.prompts]
-        longer = f"longer than {self._options.max_prompt_length} tokens (--max-prompt-length)"
-        parts = [
-            f"{len(self):,} prompts of {min(lengths)} to {max(lengths)} tokens from {len(self._options.files)} file(s)"
-        ]
-        parts += [f"{self.filtered:,} {longer} left out"] if self.filtered else []
-        parts += [f"{self.truncated:,} {longer} cut from the left"] if self.truncated else []
-        return ", ".join(parts)
+PromptDataset = Ordered[Prompt]  # Prompt.index is the row number over all files, filtered rows counted
 
 
 def load_prompts(options: PromptOptions, tokenizer: Any) -> PromptDataset:
@@ -92,7 +56,16 @@ def load_prompts(options: PromptOptions, tokenizer: Any) -> PromptDataset:
                 f"{options.max_prompt_length} (the shortest has {min(len(p.token_ids) for p in loaded)} tokens)"
             )
         first += len(rows)
-    return PromptDataset(prompts, options, filtered, truncated)
+    summary = _summary([len(p.token_ids) for file in prompts for p in file], options, filtered, truncated)
+    return Ordered(prompts, options.seed, options.weights, options.shuffle, options.drop_last, summary)
+
+
+def _summary(lengths: list[int], options: PromptOptions, filtered: int, truncated: int) -> str:
+    longer = f"longer than {options.max_prompt_length} tokens (--max-prompt-length)"
+    parts = [f"{len(lengths):,} prompts of {min(lengths)} to {max(lengths)} tokens from {len(options.files)} file(s)"]
+    parts += [f"{filtered:,} {longer} left out"] if filtered else []
+    parts += [f"{truncated:,} {longer} cut from the left"] if truncated else []
+    return ", ".join(parts)
 
 
 def _file_prompts(rows: list[Row], first: int, form: TextFormat, options: PromptOptions) -> list[Prompt]:

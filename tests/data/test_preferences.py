@@ -35,7 +35,7 @@ def spelled(tokenizer, pair):
 def test_chat_pairs_in_every_form(tmp_path, make_tokenizer, row, template_has_bos):
     """Explicit and implicit prompts, lists and text give the same ids: one BOS, end-of-turn last, nothing behind."""
     tokenizer = make_tokenizer(template_has_bos=template_has_bos)
-    (pair,) = load(tmp_path, tokenizer, row).pairs
+    (pair,) = load(tmp_path, tokenizer, row).items
     assert spelled(tokenizer, pair) == (CHAT_START, "Yes I do<|end|>", "No<|end|>")
     whole = tokenizer.apply_chat_template([USER, YES], tokenize=False)
     assert ("<s>" + whole.removeprefix("<s>")).rstrip() == tokenizer.decode(pair.prompt_ids + pair.chosen_ids)
@@ -46,7 +46,7 @@ def test_conversations_share_their_first_messages(tmp_path, tokenizer):
     """An implicit prompt is all common messages; a system prompt is added once."""
     first = [USER, NO, {"role": "user", "content": "Sure?"}]
     data = load(tmp_path, tokenizer, {"chosen": [*first, YES], "rejected": [*first, NO]}, system_prompt="be")
-    prompt, chosen, _ = spelled(tokenizer, data.pairs[0])
+    prompt, chosen, _ = spelled(tokenizer, data.items[0])
     assert prompt.startswith("<s><|start|>system\nbe<|end|>\n<|start|>user") and prompt.count("system") == 1
     assert (
         prompt.endswith("No<|end|>\n<|start|>user\nSure?<|end|>\n<|start|>assistant\n") and chosen == "Yes I do<|end|>"
@@ -66,7 +66,7 @@ def test_conversations_share_their_first_messages(tmp_path, tokenizer):
 def test_text_pairs_end_with_one_eos(tmp_path, make_tokenizer, row, expected, pad):
     """Text completions end with exactly one EOS, also where pad is EOS; prompts begin with one BOS."""
     tokenizer = make_tokenizer(eos="</s>", pad=pad)
-    (pair,) = load(tmp_path, tokenizer, row, apply_chat_template=False).pairs
+    (pair,) = load(tmp_path, tokenizer, row, apply_chat_template=False).items
     assert spelled(tokenizer, pair) == expected
 
 
@@ -75,7 +75,7 @@ def test_a_template_without_end_of_turn_gets_eos(tmp_path, make_tokenizer):
     tokenizer = make_tokenizer(eos="</s>")
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    (pair,) = load(tmp_path, tokenizer, {"chosen": [USER, YES], "rejected": [USER, NO]}).pairs
+    (pair,) = load(tmp_path, tokenizer, {"chosen": [USER, YES], "rejected": [USER, NO]}).items
     assert spelled(tokenizer, pair) == ("<s>user: Hi there\nassistant: ", "Yes I do\n</s>", "No\n</s>")
 
 
@@ -89,7 +89,7 @@ def test_ids_are_never_tokenised_across_the_border(tmp_path):
     core.add_special_tokens(["</s>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
     row = {"prompt": "ca", "chosen": "bc", "rejected": "b"}
-    (pair,) = load(tmp_path, tokenizer, row, apply_chat_template=False).pairs
+    (pair,) = load(tmp_path, tokenizer, row, apply_chat_template=False).items
     assert (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) == ((3, 1), (5, 0), (2, 0))
     assert tokenizer("cabc")["input_ids"] == [3, 4, 3]
 
@@ -102,9 +102,8 @@ def test_truncation_leaves_a_response_token(tmp_path, make_tokenizer):
         {"prompt": "ab", "chosen": "1", "rejected": "12"},
     ]
     data = load(tmp_path, tokenizer, *rows, apply_chat_template=False, max_length=8, max_prompt_length=5)
-    assert [spelled(tokenizer, p) for p in data.pairs] == [("<s>ghij", "1</s>", "123"), ("<s>ab", "1</s>", "12</s>")]
-    assert vars(data.counts) == {"filtered": 0, "dropped": 0, "truncated_prompts": 1, "truncated_completions": 1}
-    assert data.summary() == (
+    assert [spelled(tokenizer, p) for p in data.items] == [("<s>ghij", "1</s>", "123"), ("<s>ab", "1</s>", "12</s>")]
+    assert data.summary == (
         "2 pairs from 1 file(s), 1 with the prompt cut from the left, 1 with a completion cut from the right"
     )
 
@@ -114,9 +113,10 @@ def test_a_pair_without_room_is_dropped_and_counted(tmp_path, tokenizer):
     row = {"prompt": "p" * 63, "chosen": "c", "rejected": "r" * 199}
     small = {"prompt": "p", "chosen": "c", "rejected": "r"}
     data = load(tmp_path, tokenizer, row, small, apply_chat_template=False, max_length=64)
-    assert ([p.index for p in data.pairs], data.counts.dropped) == ([1], 1)
+    assert [p.index for p in data.items] == [1]
+    assert data.summary == "1 pairs from 1 file(s), 1 dropped without a response token"
     data = load(tmp_path, tokenizer, row, apply_chat_template=False, max_length=64, max_prompt_length=63)
-    assert (len(data.pairs[0].chosen_ids), len(data.pairs[0].rejected_ids)) == (1, 1)
+    assert (len(data.items[0].chosen_ids), len(data.items[0].rejected_ids)) == (1, 1)
     with pytest.raises(ValueError, match="none of the 1 pairs is left within --max-length 64"):
         load(tmp_path, tokenizer, row, apply_chat_template=False, max_length=64)
 
@@ -130,8 +130,8 @@ def test_filtering_and_empty_completions_are_counted(tmp_path, tokenizer):
     ]
     for chat in (True, False):
         data = load(tmp_path, tokenizer, *rows, overlong="filter", apply_chat_template=chat)
-        assert [p.index for p in data.pairs] == [2]
-        assert (data.counts.filtered, data.counts.dropped) == (1, 1)
+        assert [p.index for p in data.items] == [2]
+        assert data.summary.endswith(", 1 over-long left out, 1 dropped without a response token")
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,4 @@ def test_batches_restart_identically(tmp_path, tokenizer):
     expected = [data.next_batch(4) for _ in range(4)]
     again = load(tmp_path, tokenizer, *rows, shuffle=True)
     again.restore(state)
-    assert [again.next_batch(4) for _ in range(4)] == expected and first != data.pairs[:4]
+    assert [again.next_batch(4) for _ in range(4)] == expected and first != data.items[:4]

@@ -24,7 +24,7 @@ def load(tmp_path, tokenizer, rows, **options):
 def test_exactly_one_bos(tmp_path, make_tokenizer, adds, in_template, chat):
     """One BOS in front where tokenizer or template puts one, never two, whichever of them writes it."""
     tokenizer = make_tokenizer(adds, in_template)
-    prompt = load(tmp_path, tokenizer, [{"prompt": CHAT if chat else "hi"}], apply_chat_template=chat).prompts[0]
+    prompt = load(tmp_path, tokenizer, [{"prompt": CHAT if chat else "hi"}], apply_chat_template=chat).items[0]
     expected = "<|start|>user\nhi<|end|>\n<|start|>assistant\n" if chat else "hi"
     has_bos = adds or (chat and in_template)
     assert tokenizer.decode(prompt.token_ids) == ("<s>" if has_bos else "") + expected
@@ -35,7 +35,7 @@ def test_text_becomes_a_user_message_and_the_system_prompt_stands_first(tmp_path
     """With the chat template text is the user's message; a system prompt is added where the chat has none."""
     own = [{"role": "system", "content": "own"}, *CHAT]
     rows = [{"prompt": "hi"}, {"prompt": CHAT}, {"prompt": own}]
-    texts = [p.text for p in load(tmp_path, tokenizer, rows, apply_chat_template=True, system_prompt="be").prompts]
+    texts = [p.text for p in load(tmp_path, tokenizer, rows, apply_chat_template=True, system_prompt="be").items]
     assert texts[0] == texts[1] == "<s><|start|>system\nbe<|end|>\n<|start|>user\nhi<|end|>\n<|start|>assistant\n"
     assert texts[2] == texts[0].replace("be", "own")
 
@@ -44,9 +44,9 @@ def test_overlong_prompts_are_filtered_with_a_count(tmp_path, tokenizer):
     """One prompt of 32 that is one token over is left out and counted; the others keep their row numbers."""
     rows = [{"prompt": "x" * (10 if i == 5 else 9)} for i in range(32)]
     data = load(tmp_path, tokenizer, rows, max_prompt_length=10)
-    assert (len(data), data.filtered, data.truncated) == (31, 1, 0)
-    assert [p.index for p in data.prompts] == [i for i in range(32) if i != 5]
-    assert "1 longer than 10 tokens (--max-prompt-length) left out" in data.summary()
+    assert len(data) == 31
+    assert [p.index for p in data.items] == [i for i in range(32) if i != 5]
+    assert "1 longer than 10 tokens (--max-prompt-length) left out" in data.summary
 
 
 def test_overlong_prompts_are_truncated_from_the_left(tmp_path, tokenizer):
@@ -54,9 +54,9 @@ def test_overlong_prompts_are_truncated_from_the_left(tmp_path, tokenizer):
     data = load(
         tmp_path, tokenizer, [{"prompt": "abcdef"}, {"prompt": "ab"}], max_prompt_length=4, overlong="truncate"
     )
-    assert [tokenizer.decode(p.token_ids) for p in data.prompts] == ["<s>def", "<s>ab"]
-    assert data.prompts[0].text == "<s>def"
-    assert (data.truncated, data.filtered) == (1, 0)
+    assert [tokenizer.decode(p.token_ids) for p in data.items] == ["<s>def", "<s>ab"]
+    assert data.items[0].text == "<s>def"
+    assert data.summary.endswith(", 1 longer than 4 tokens (--max-prompt-length) cut from the left")
 
 
 def test_all_prompts_overlong_is_an_error(tmp_path, tokenizer):
@@ -68,7 +68,7 @@ def test_all_prompts_overlong_is_an_error(tmp_path, tokenizer):
 def test_label_key_puts_the_label_where_rules_look(tmp_path, tokenizer):
     """--label-key copies that key to "label", keeps the whole row, and is an error where a row lacks it."""
     rows = [{"prompt": "a", "answer": 7}]
-    assert load(tmp_path, tokenizer, rows, label_key="answer").prompts[0].row == {**rows[0], "label": 7}
+    assert load(tmp_path, tokenizer, rows, label_key="answer").items[0].row == {**rows[0], "label": 7}
     with pytest.raises(ValueError, match=r"a.jsonl, row 1: no key 'solution'.*'answer'.*--label-key"):
         load(tmp_path, tokenizer, rows, label_key="solution")
 
@@ -110,7 +110,7 @@ def test_indices_count_over_files_and_a_restored_data_set_goes_on(tmp_path, toke
     files = tuple(save(tmp_path, [{"prompt": f"{n}{i}"} for i in range(4)], f"{n}.jsonl") for n in "xy")
     options = PromptOptions(files, max_prompt_length=9, apply_chat_template=False, seed=3, drop_last=False)
     data = load_prompts(options, tokenizer)
-    assert [(p.index, p.row["prompt"]) for p in data.prompts[3:5]] == [(3, "x3"), (4, "y0")]
+    assert [(p.index, p.row["prompt"]) for p in data.items[3:5]] == [(3, "x3"), (4, "y0")]
     data.next_batch(5)
     state = data.state()
     expected = [[p.index for p in data.next_batch(5)] for _ in range(3)]
