@@ -4,7 +4,7 @@ Shape suffixes: T tokens, h query heads and g key-value heads of this TP rank, D
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,37 @@ class PackedAttention(MegatronModule):
         else:
             out_ThD = attend_each(q, k, v, packed_seq_params.cu_seqlens_q.tolist(), self.scale)
         return out_ThD.reshape(out_ThD.shape[0], 1, -1)
+
+
+class FusedPackedAttention(MegatronModule):
+    """The same by transformer-engine's attention over packed sequences ("thd"); CUDA, 16 bit."""
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+        from megatron.core.transformer.enums import AttnMaskType
+
+        super().__init__(config=config)
+        self.mask_type = AttnMaskType.padding_causal
+        self.fused = TEDotProductAttention(config=config, **(kwargs | {"attn_mask_type": self.mask_type}))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """[T, 1, h, D], [T, 1, g, D], [T, 1, g, D] -> [T, 1, h * D]."""
+        assert packed_seq_params is not None, "training data is packed, every forward pass gives its borders"
+        assert attention_mask is None and attention_bias is None, "the borders are the only mask"
+        angles = packed_seq_params.cos_TD, packed_seq_params.sin_TD
+        q, k = Rotate.apply(query.squeeze(1), *angles), Rotate.apply(key.squeeze(1), *angles)
+        borders = replace(packed_seq_params, qkv_format="thd")
+        out = self.fused(q, k, value.squeeze(1).contiguous(), None, self.mask_type, packed_seq_params=borders)
+        return out.reshape(out.shape[0], 1, -1)
 
 
 def flash_varlen(q_ThD: Tensor, k_TgD: Tensor, v_TgD: Tensor, packed: PackedSeqParams, scale: float | None) -> Tensor:

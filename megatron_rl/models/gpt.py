@@ -98,7 +98,7 @@ def _layer_spec(config: TransformerConfig) -> tuple["ModuleSpec", type]:
     """(layer, final norm): megatron-core's layer with our attention, and our norm unless transformer-engine has it."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from megatron_rl.models.attention import PackedAttention
+    from megatron_rl.models.attention import FusedPackedAttention, PackedAttention
     from megatron_rl.models.mlp import GatedMLP
 
     options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
@@ -106,15 +106,15 @@ def _layer_spec(config: TransformerConfig) -> tuple["ModuleSpec", type]:
         if not specs.HAVE_TE:
             raise ValueError("--transformer-impl transformer_engine needs the package transformer-engine")
         layer = specs.get_gpt_layer_with_transformer_engine_spec(**options)
-        own, own_qk, final = {}, {}, specs.TENorm
+        own, own_qk, final, core = {}, {}, specs.TENorm, FusedPackedAttention
     else:
         layer = specs.get_gpt_layer_local_spec(**options, normalization="RMSNorm")
-        own, final = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}, RMSNorm
+        own, final, core = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}, RMSNorm, PackedAttention
         own_qk = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
     if not config.num_moe_experts:
         own["mlp"] = partial(GatedMLP.as_mlp_submodule, **layer.submodules.mlp.keywords)
     attention = layer.submodules.self_attention
-    inner = replace(attention.submodules, core_attention=PackedAttention, **own_qk)
+    inner = replace(attention.submodules, core_attention=core, **own_qk)
     submodules = replace(layer.submodules, self_attention=replace(attention, submodules=inner), **own)
     return replace(layer, submodules=submodules), final
 
