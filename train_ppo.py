@@ -52,10 +52,14 @@ def train(args: argparse.Namespace) -> None:
     critic = build_critic(args, run.topology)  # None for estimators that need none
     reference = build_reference(args, run.topology)  # None where --kl-coef is 0
     scorer = Scorer(rewards, builders.build_reward_models(run, rewards, hf))
+    for role in filter(None, roles):
+        role.memory.leave()  # what the flags of group memory keep on the host; it comes back for its own work alone
     roles = [policy, critic, reference, *(model.role for model in scorer.models)]
     engine = builders.build_engine(args, roles, run.topology)  # last: it takes the memory that the trainer left
     report.header(run, hf, roles, prompts)
 
+    if args.load:
+        engine.sleep()  # what is loaded passes through the device
     kl, done = builders.build_kl(args), 0
     checkpoints = open_checkpoints(args, run.topology, run.recorder.print)
     if restored := load(args, [policy, critic], run.topology, run.recorder.print):
@@ -68,7 +72,8 @@ def train(args: argparse.Namespace) -> None:
 
     for step in range(done + 1, args.train_iters + 1):
         with timed() as seconds:
-            # rollout: weights first, then the KV cache; the cache leaves the device before training needs the room
+            # rollout: weights first, then the KV cache; the cache leaves the device before training needs the room.
+            # Each pass below brings what is offloaded of its role, and sends it away again.
             synchronise(run, engine)
             if step == done + 1:
                 report.show_samples(run, "before", prompts, engine)
@@ -178,12 +183,14 @@ def update(run: Run, batch: Batch, policy: Role, critic: Role | None, kl: KLCont
     if step > args.critic_warmup_iters:
         trained.append((policy, builders.policy_loss_of(args, kl.coefficient)))
     reports: dict[str, list[StepReport]] = {role.name: [] for role, _ in trained}
-    for part in minibatches(batch, builders.minibatch_options(args), step):
-        plan = plan_micro_batches([len(s) for s in part.sequences], topology.dp_size, builders.packing_options(args))
-        for role, loss in trained:
-            with run.recorder.bar(f"{role.name} update", len(plan[0])) as progress:
-                done = train_step(role, part, plan, loss, topology, args.skip_non_finite_steps, progress)
-            reports[role.name].append(done)
+    for role, loss in trained:
+        with role.memory.for_training():  # its gradients and optimizer state are on the device, no other role's
+            for part in minibatches(batch, builders.minibatch_options(args), step):
+                lengths = [len(s) for s in part.sequences]
+                plan = plan_micro_batches(lengths, topology.dp_size, builders.packing_options(args))
+                with run.recorder.bar(f"{role.name} update", len(plan[0])) as progress:
+                    done = train_step(role, part, plan, loss, topology, args.skip_non_finite_steps, progress)
+                reports[role.name].append(done)
     run.recorder.updates(reports)
 
 

@@ -163,7 +163,8 @@ def _kv_cache_bytes(args: argparse.Namespace, roles: list[Role | None], tp: int,
     free, total = platform.device_memory()
     if platform.device_type() == "cpu":
         free //= topology.gpus_per_node  # the machine's memory is everybody's
-    room = free - total // 8 - sum(role.bytes_to_come for role in roles if role is not None)
+    resident = [role for role in roles if role is not None and not role.memory.options.optimizer]
+    room = free - total // 8 - sum(role.bytes_to_come for role in resident)
     if room < a_sequence:
         raise ValueError(
             f"{bytes_text(free)} are free beside the models and {bytes_text(total // 8)} stay in reserve: no room for "

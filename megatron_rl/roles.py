@@ -17,6 +17,7 @@ from megatron_rl.models.config import HFConfig, ModelOptions, dims, read_hf_conf
 from megatron_rl.models.gpt import build_model
 from megatron_rl.models.heads import score_head, value_head
 from megatron_rl.models.optimizer import OptimizerOptions, build_optimizer, wrap_ddp
+from megatron_rl.offload import ALL_STAY, OffloadOptions, Residence
 from megatron_rl.rollout.engine import TrainedWeights
 from megatron_rl.weights.arch import Role as Kind
 from megatron_rl.weights.dist_io import hf_folder, is_dist_folder, load_weights
@@ -38,6 +39,7 @@ class Role:
     training_head: Head
     optimizer: Any
     schedule: Any
+    memory: Residence  # when its parts are on the device
     new_head: bool  # a value head that did not come from the folder
     bytes_to_come: int  # that the optimizer's moments take on this rank in the first step
     bytes_held: int  # that building it took on this rank's device: weights, gradients, master weights
@@ -101,6 +103,7 @@ def build_role(
     training: OptimizerOptions | None = None,
     logprobs: LogprobOptions | None = None,
     training_entropy: bool = False,
+    offload: OffloadOptions = ALL_STAY,
 ) -> Role:
     """Builds a model, fills it from an HF folder or from a role's folder of a checkpoint, and adds DDP, optimizer and
     schedule where it is to be trained.
@@ -139,6 +142,7 @@ def build_role(
         training_head=training_head,
         optimizer=optimizer,
         schedule=schedule,
+        memory=Residence(chunks, optimizer, offload),
         new_head=loaded.new_head,
         bytes_to_come=_moments(chunks, training, topology) if training is not None else 0,
         bytes_held=platform.memory_allocated() - before,
@@ -160,7 +164,8 @@ def build_policy(args: argparse.Namespace, topology: Topology) -> Role:
     steps = _policy_steps(args, args.train_iters - args.critic_warmup_iters)
     training = optimizer_options(args, args.lr, steps)
     logprobs, entropy = _rollout_logprobs(args), args.entropy_coef > 0
-    return build_role("policy", args.hf_model, args, topology, "lm", training, logprobs, entropy)
+    offload = OffloadOptions(gradients=args.offload_gradients, optimizer=args.offload_optimizer)
+    return build_role("policy", args.hf_model, args, topology, "lm", training, logprobs, entropy, offload)
 
 
 def build_critic(args: argparse.Namespace, topology: Topology) -> Role | None:
@@ -169,20 +174,23 @@ def build_critic(args: argparse.Namespace, topology: Topology) -> Role | None:
         return None
     lr = args.lr if args.critic_lr is None else args.critic_lr
     training = optimizer_options(args, lr, _policy_steps(args, args.train_iters))
-    return build_role("critic", args.critic_hf_model or args.hf_model, args, topology, "value", training)
+    folder = args.critic_hf_model or args.hf_model
+    offload = OffloadOptions(args.offload_critic, args.offload_gradients, args.offload_optimizer)
+    return build_role("critic", folder, args, topology, "value", training, offload=offload)
 
 
 def build_reference(args: argparse.Namespace, topology: Topology) -> Role | None:
     """None where no KL is asked for."""
     if args.kl_coef == 0:
         return None
-    folder = args.reference_hf_model or args.hf_model
-    return build_role("reference", folder, args, topology, logprobs=_rollout_logprobs(args))
+    folder, offload = args.reference_hf_model or args.hf_model, OffloadOptions(weights=args.offload_reference)
+    return build_role("reference", folder, args, topology, logprobs=_rollout_logprobs(args), offload=offload)
 
 
 def build_reward_role(folder: str, args: argparse.Namespace, topology: Topology) -> Role:
     """A model that scores texts at their last token (rewards/model.py); frozen."""
-    return replace(build_role("reward", folder, args, topology, "value"), head=_score_head)
+    offload = OffloadOptions(weights=args.offload_reference)
+    return replace(build_role("reward", folder, args, topology, "value", offload=offload), head=_score_head)
 
 
 def build_preference_policy(args: argparse.Namespace, topology: Topology, steps: int) -> Role:
@@ -207,7 +215,8 @@ def trained_weights(role: Role, topology: Topology) -> TrainedWeights:
 def export_role(role: Role, folder: str | Path, topology: Topology) -> None:
     """Writes the role as an HF folder that transformers and vLLM load; collective."""
     impl = role.options.transformer_impl
-    export_model(role.chunks, role.hf, topology, folder, role.folder, role.kind, impl)
+    with role.memory.for_forward():
+        export_model(role.chunks, role.hf, topology, folder, role.folder, role.kind, impl)
 
 
 def load_tokenizer(folder: str, flag: str = "--hf-model") -> Any:

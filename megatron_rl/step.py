@@ -105,7 +105,7 @@ def forward_only(
         progress()
         return output, lambda out, non_loss_data: out.detach()
 
-    with platform.megatron(), torch.no_grad():
+    with role.memory.for_forward(), platform.megatron(), torch.no_grad():
         for chunk in chunks:
             chunk.eval()
         outputs = _run_schedule(chunks, micros, topology, forward_step, forward_only=True)
@@ -156,6 +156,7 @@ def train_step(
 
         return output, loss_and_metrics
 
+    role.memory.check_trains()
     with platform.megatron():
         _prepare(chunks)
         optimizer.zero_grad()
@@ -170,6 +171,7 @@ def train_step(
         learning_rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
         if updated:
             _clip(optimizer, grad_norm)
+            role.memory.wait_for_optimizer()
             optimizer.step_with_ready_grads()
         role.schedule.step(1)
     return StepReport(_sum_metrics(collected, topology), grad_norm, updated, learning_rate)

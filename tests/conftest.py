@@ -1,8 +1,9 @@
 """Fixtures shared by all tests. Programs that need several processes are started through launch.py."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis  # noqa: E402
 import launch  # noqa: E402
 import pytest  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron_rl.initialize import Topology
 
 # Two shared cores make single examples slow without anything being wrong.
 hypothesis.settings.register_profile("megatron_rl", deadline=None, print_blob=True)
@@ -50,3 +54,30 @@ def torchrun() -> Callable[..., str]:
         return launch.check(launch.torchrun(nproc, script, *args, timeout=timeout, env=env))
 
     return start
+
+
+@pytest.fixture(scope="module")
+def alone() -> "Iterator[Topology]":
+    """The Topology of a world of one rank, taken down after the module's tests."""
+    import socket
+
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_rl import platform
+    from megatron_rl.initialize import initialize
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ["MASTER_PORT"] = port
+    yield initialize()
+    with platform.megatron():
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value

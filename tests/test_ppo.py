@@ -147,9 +147,12 @@ def test_exports_load_in_transformers(ppo: launch.Result, task: Task):
 
 
 def test_seeds_decide(ppo: launch.Result, task: Task):
-    """The same flags give the same metrics and samples, digit for digit; another seed others."""
+    """The same flags give the same metrics and samples, digit for digit, also with everything offloaded; another seed
+    gives others."""
     short = ("--no-save-hf", "--show-samples", 0)
-    runs = [task.argv("again", PPO, *short), task.argv("other", PPO, *short, "--seed", 5, "--train-iters", 1)]
+    offload = [f"--offload-{part}" for part in ("optimizer", "gradients", "reference", "critic")]
+    other = (*short, "--seed", 5, "--train-iters", 1)
+    runs = [task.argv("again", PPO, *short, *offload), task.argv("other", PPO, *other)]
     several(task, 1, runs)
     assert task.values("again") == task.values("ppo") and task.samples("again") == task.samples("ppo")
     assert task.values("other")[0] != task.values("ppo")[0]

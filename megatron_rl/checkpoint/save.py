@@ -17,6 +17,7 @@ from megatron_rl.checkpoint import files
 from megatron_rl.checkpoint.state import optimizer_step, plain, role_state, save_rng, trained
 from megatron_rl.initialize import Topology
 from megatron_rl.metrics import bytes_text, timed
+from megatron_rl.offload import ALL_STAY
 from megatron_rl.roles import Role
 from megatron_rl.weights.dist_io import HF
 from megatron_rl.weights.hf_io import write_beside
@@ -127,8 +128,11 @@ class Checkpoints:
             error = f"{refusal.filename or partial}: {refusal.strerror}"
         with platform.megatron():
             for role in roles:
-                request = _request(role_state(role, loading=False), partial / role.name)
-                job.requests.append(_snapshot(request, self._asynchronous))
+                with role.memory.for_training():
+                    role.memory.wait_for_optimizer()
+                    request = _request(role_state(role, loading=False), partial / role.name)
+                    apart = self._asynchronous or role.memory.options != ALL_STAY  # it leaves before writing
+                    job.requests.append(_snapshot(request, apart))
         self._agree(error, partial)
         return job
 

@@ -32,6 +32,7 @@ NEUTRAL = {
     *("reward_workers", "reward_timeout", "logprob_chunk_tokens", "eval_data", "eval_interval", "reference_cache"),
 }
 
+    *("offload_optimizer", "offload_gradients", "offload_reference", "offload_critic"),
 
 def trained(roles: Iterable[Role | None]) -> list[Role]:
     """Those that have something to save: the frozen reference comes from its folder again."""
@@ -59,7 +60,8 @@ def begin_optimizer(optimizer: Any) -> None:
         for group in inner.param_groups:
             for param in group["params"]:
                 moments = {key: torch.zeros_like(param.data) for key in ("exp_avg", "exp_avg_sq")}
-                inner.state[param] = {"step": torch.tensor(0.0), **moments}
+                device = param.device if group["fused"] else "cpu"  # where torch's Adam counts
+                inner.state[param] = {"step": torch.tensor(0.0, device=device), **moments}
 
 
 def optimizer_step(optimizer: Any) -> int:

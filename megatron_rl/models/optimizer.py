@@ -106,6 +106,8 @@ def build_optimizer(
             overlap_param_gather=options.overlap_param_gather,
         )
         optimizer = get_megatron_optimizer(config, chunks)
+        if platform.device_type() == "cuda":
+            _fuse(optimizer)
         schedule = OptimizerParamScheduler(
             optimizer,
             init_lr=0.0,
@@ -123,3 +125,12 @@ def build_optimizer(
         )
         schedule.step(1)  # megatron's step 0 of a warm-up has learning rate 0
         return optimizer, schedule
+
+
+def _fuse(optimizer: "MegatronOptimizer") -> None:
+    """Where torch's Adam stands in for a fused one, makes it a single kernel: its own choice on CUDA needs temporary
+    memory of a float32 copy of the parameters and several passes over them."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group.update(fused=True, foreach=False)
