@@ -52,15 +52,15 @@ def train(args: argparse.Namespace) -> None:
     critic = build_critic(args, run.topology)  # None for estimators that need none
     reference = build_reference(args, run.topology)  # None where --kl-coef is 0
     scorer = Scorer(rewards, builders.build_reward_models(run, rewards, hf))
+    roles = [policy, critic, reference, *(model.role for model in scorer.models)]
     for role in filter(None, roles):
         role.memory.leave()  # what the flags of group memory keep on the host; it comes back for its own work alone
-    roles = [policy, critic, reference, *(model.role for model in scorer.models)]
     engine = builders.build_engine(args, roles, run.topology)  # last: it takes the memory that the trainer left
     report.header(run, hf, roles, prompts)
 
+    kl, done = builders.build_kl(args), 0
     if args.load:
         engine.sleep()  # what is loaded passes through the device
-    kl, done = builders.build_kl(args), 0
     checkpoints = open_checkpoints(args, run.topology, run.recorder.print)
     if restored := load(args, [policy, critic], run.topology, run.recorder.print):
         done = restored.step

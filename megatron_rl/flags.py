@@ -298,6 +298,15 @@ def _critic(group: Group) -> None:
     add("--value-clip", type=amount, default=0.2, help="new values are clipped to old ones +- this")
 
 
+def _memory(group: Group) -> None:
+    _switch(group, "--offload-optimizer", False,
+        "optimizer state (float32 main weights and moments) is in pinned host memory except while its role trains")
+    _switch(group, "--offload-gradients", False, "gradient buffers exist only while their role trains")
+    _switch(group, "--offload-reference", False,
+        "reference and reward models are in pinned host memory except in their own passes")
+    _switch(group, "--offload-critic", False, "the critic's weights are in pinned host memory except while it works")
+
+
 def _preferences(group: Group) -> None:
     add = group.add_argument
     add("--prompt-key", default=None, metavar="KEY",
@@ -325,15 +334,6 @@ def _preference_training(group: Group) -> None:
         help="probability that a label is flipped, below 0.5: for sigmoid, robust, exo_pair and simpo")
     add("--simpo-gamma", type=amount0, default=0.5, help="the reward margin that simpo wants")
     add("--rpo-alpha", type=amount0, default=0.0,
-def _memory(group: Group) -> None:
-    _switch(group, "--offload-optimizer", False,
-        "optimizer state (float32 main weights and moments) is in pinned host memory except while its role trains")
-    _switch(group, "--offload-gradients", False, "gradient buffers exist only while their role trains")
-    _switch(group, "--offload-reference", False,
-        "reference and reward models are in pinned host memory except in their own passes")
-    _switch(group, "--offload-critic", False, "the critic's weights are in pinned host memory except while it works")
-
-
         help="weight of the negative log-likelihood per token of the chosen completion")
     _switch(group, "--length-normalize", False,
         "divide a completion's score by its tokens; ipo, simpo and orpo always do")
@@ -363,6 +363,6 @@ PPO = SHARED | {
     "rewards": _rewards,
     "algorithm": _algorithm,
     "critic and reference": _critic,
+    "memory": _memory,
 }
 DPO = SHARED | {"preferences": _preferences, "preference training": _preference_training}
-    "memory": _memory,

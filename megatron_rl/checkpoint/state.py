@@ -30,9 +30,9 @@ NEUTRAL = {
     *("save", "save_interval", "keep_last", "load", "async_save", "exit_on_missing_checkpoint"),
     *("distributed_timeout_minutes", "verify_weights", "reshard_bucket_mb", "kv_cache_gb", "rollout_weights"),
     *("reward_workers", "reward_timeout", "logprob_chunk_tokens", "eval_data", "eval_interval", "reference_cache"),
+    *("offload_optimizer", "offload_gradients", "offload_reference", "offload_critic"),
 }
 
-    *("offload_optimizer", "offload_gradients", "offload_reference", "offload_critic"),
 
 def trained(roles: Iterable[Role | None]) -> list[Role]:
     """Those that have something to save: the frozen reference comes from its folder again."""
