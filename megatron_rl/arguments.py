@@ -182,6 +182,13 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
     rollout_tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size
     if ranks % rollout_tp:
         raise ValueError(f"--rollout-tensor-parallel-size {rollout_tp} does not divide the {ranks} ranks")
+    if args.rollout_backend == "hf" and rollout_tp > 1:
+        raise ValueError(
+            f"--rollout-backend hf holds the whole model on every rank: --rollout-tensor-parallel-size {rollout_tp} "
+            "(by default the training's) must be 1"
+        )
+    if args.rollout_backend == "hf" and args.vllm_args:
+        raise ValueError(f"--vllm-args {' '.join(args.vllm_args)} has no use with --rollout-backend hf")
     if hf.heads % rollout_tp:
         raise ValueError(f"--rollout-tensor-parallel-size {rollout_tp} does not divide {hf.heads} attention heads")
     _validate_batches(args)

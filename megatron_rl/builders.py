@@ -30,6 +30,7 @@ from megatron_rl.rewards.model import RewardModel, RewardText, check_head, token
 from megatron_rl.rewards.router import RuleRewards, entries_from_config, entries_from_specs
 from megatron_rl.roles import Role, build_reward_role, load_tokenizer, trained_weights
 from megatron_rl.rollout.engine import Engine, EngineOptions, SamplingOptions, TrainedWeights
+from megatron_rl.rollout.hf_backend import HFEngine
 from megatron_rl.rollout.startup import can_place
 from megatron_rl.step import Loss, Plan
 from megatron_rl.weights.arch import Dims
@@ -115,8 +116,8 @@ def build_reward_models(run: Run, rewards: RuleRewards, hf: HFConfig) -> tuple[R
     return tuple(models)
 
 
-def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine:
-    """The vLLM engine on the live weights of the first role, beside all of them."""
+def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine | HFEngine:
+    """The vLLM engine, or transformers in its place, on the live weights of the first role, beside all of them."""
     policy = roles[0]
     assert policy is not None, "the policy comes first"
     tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size
@@ -125,7 +126,7 @@ def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: T
         max_model_len=args.max_prompt_length + args.max_response_length,
         dtype=policy.options.params_dtype,
         tensor_parallel_size=tp,
-        kv_cache_bytes=_kv_cache_bytes(args, roles, tp, topology),
+        kv_cache_bytes=_kv_cache_bytes(args, roles, tp, topology) if args.rollout_backend == "vllm" else None,
         share_weights=args.rollout_weights == "alias",
         placement=_placement(args, weights, dims(policy.hf), tp, topology),
         bucket_bytes=int(args.reshard_bucket_mb * (1 << 20)),
@@ -133,7 +134,8 @@ def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: T
         seed=args.seed,
         vllm_args=args.vllm_args,
     )
-    return Engine(policy.folder, options, topology, weights)
+    backend = {"vllm": Engine, "hf": HFEngine}[args.rollout_backend]
+    return backend(policy.folder, options, topology, weights)
 
 
 def _placement(

@@ -198,6 +198,9 @@ def _rollout(group: Group) -> None:
     add("--rollout-batch-size", type=count, default=64, metavar="N", help="prompts of a step, over all ranks")
     add("--n-samples-per-prompt", type=count, default=1, metavar="N",
         help="responses generated for each prompt")
+    add("--rollout-backend", default="vllm", choices=["vllm", "hf"],
+        help="what generates; hf: transformers' generate, many times slower, with a second copy of the whole model on "
+             "every rank. It is for comparison with vllm only, on the CPU or one GPU")
     add("--rollout-tensor-parallel-size", type=count, default=None, metavar="N",
         help="ranks that share one vLLM engine; default: the training's tensor parallel size")
     add("--max-response-length", type=count, default=512, metavar="N", help="tokens of a response at most")

@@ -61,10 +61,11 @@ def describe(args: argparse.Namespace, hf: HFConfig) -> str:
     rollout_tp = args.rollout_tensor_parallel_size or layout_sizes(args).tp
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     batch = args.global_batch_size or samples
+    engines = {"vllm": "vLLM engines", "hf": "transformers models"}[args.rollout_backend]
     return "\n".join(
         [
             *_model_lines(args, hf),
-            f"rollout   {ranks // rollout_tp} vLLM engines of TP {rollout_tp}, "
+            f"rollout   {ranks // rollout_tp} {engines} of TP {rollout_tp}, "
             f"prompts up to {args.max_prompt_length} + responses up to {args.max_response_length} tokens",
             f"a step    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {samples}, "
             f"{args.update_epochs} epochs of {-(-samples // batch)} optimizer steps of {batch}, "
