@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl import platform
 from megatron_rl.batch import MicroBatch
+
+FORWARD_BLOCK, BACKWARD_BLOCK = 4096, 2048  # columns that a program of the kernels holds at a time
+LOWEST = -1e30  # instead of -inf, which times 0 is nan
 
 
 @dataclass(frozen=True)
@@ -36,29 +40,89 @@ def vocab_shard(vocab_size: int, rows: int, tp_rank: int, group: dist.ProcessGro
     return VocabShard(first=first, real=real, group=group if group.size() > 1 else None)
 
 
+def use_kernels(tensor: Tensor) -> bool:
+    """Whether the chunk's own part is computed by Triton: on CUDA, where it is installed."""
+    return tensor.is_cuda and platform.has_triton()
+
+
 def _all_reduce(tensor: Tensor, shard: VocabShard, op: dist.ReduceOp.RedOpType) -> Tensor:
     if shard.group is not None:
         dist.all_reduce(tensor, op=op, group=shard.group)
     return tensor
 
 
-def _chunk_logits(hidden_CH: Tensor, weight_vH: Tensor, temperature: float, shard: VocabShard) -> Tensor:
+def _chunk_logits(hidden_CH: Tensor, weight_vH: Tensor) -> Tensor:
     """float32 logits of a chunk; the product is accumulated into float32, as vLLM's float32 head does."""
     if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
-        logits_Cv = torch.mm(hidden_CH, weight_vH.t(), out_dtype=torch.float32)
+        return torch.mm(hidden_CH, weight_vH.t(), out_dtype=torch.float32)
+    return hidden_CH.float() @ weight_vH.float().t()
+
+
+def _add_product(into_vH: Tensor, grad_Cv: Tensor, hidden_CH: Tensor) -> None:
+    """into += grad^T hidden, in float32."""
+    if hidden_CH.dtype == torch.float32:
+        into_vH.addmm_(grad_Cv.t(), hidden_CH)
+    elif hidden_CH.is_cuda:
+        torch.addmm(into_vH, grad_Cv.t(), hidden_CH, out_dtype=torch.float32, out=into_vH)
     else:
-        logits_Cv = hidden_CH.float() @ weight_vH.float().t()
-    if temperature != 1.0:
-        logits_Cv /= temperature
-    logits_Cv[:, shard.real :] = float("-inf")
-    return logits_Cv
+        into_vH += (grad_Cv.t() @ hidden_CH).float()
 
 
-def _local_labels(labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Row of each label in this shard (clamped) and whether it is here."""
+def _local_labels(labels_C: Tensor, shard: VocabShard) -> Tensor:
+    """Column of each label in this shard, -1 where it is in another."""
     local_C = labels_C - shard.first
-    here_C = (local_C >= 0) & (local_C < shard.real)
-    return local_C.clamp(0, max(shard.real - 1, 0)), here_C
+    return torch.where((local_C >= 0) & (local_C < shard.real), local_C, -1)
+
+
+def _row_sums(logits_Cv: Tensor, options: LogprobOptions, real: int) -> Tensor:
+    """[3, C]: with x = logit / temperature, max x, sum exp(x - max), sum exp(x - max) (x - max), over this shard."""
+    if use_kernels(logits_Cv):
+        from megatron_rl.logprobs_kernel import row_sums
+
+        count, width = logits_Cv.shape
+        out_3C = torch.empty(3, count, dtype=torch.float32, device=logits_Cv.device)
+        arguments = (logits_Cv, out_3C, count, width, real, options.temperature)
+        row_sums[(count,)](*arguments, ENTROPY=options.entropy, BLOCK=FORWARD_BLOCK, num_warps=8)
+        return out_3C
+    x_Cr = logits_Cv[:, :real] / options.temperature
+    top_C = x_Cr.amax(1) if real else x_Cr.new_full((len(x_Cr),), float("-inf"))
+    x_Cr -= top_C[:, None]
+    exp_Cr = x_Cr.exp()
+    weighted_C = exp_Cr.mul(x_Cr).sum(1) if options.entropy else torch.zeros_like(top_C)
+    return torch.stack((top_C, exp_Cr.sum(1), weighted_C))
+
+
+def _logit_gradients(
+    logits_Cv: Tensor,
+    local_C: Tensor,
+    lse_C: Tensor,
+    entropy_C: Tensor,
+    pull_2C: Tensor,
+    options: LogprobOptions,
+    real: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the logits where that of (log-probability, entropy) is `pull_2C`; 0 in the padding."""
+    if use_kernels(logits_Cv):
+        from megatron_rl.logprobs_kernel import row_gradients
+
+        count, width = logits_Cv.shape
+        grad_Cv = torch.empty_like(logits_Cv, dtype=dtype)
+        grid = (count * -(-width // BACKWARD_BLOCK),)
+        vectors = (local_C, lse_C, entropy_C, pull_2C, pull_2C.stride(0))
+        numbers = (width, real, options.temperature)
+        row_gradients[grid](logits_Cv, grad_Cv, *vectors, *numbers, ENTROPY=options.entropy, BLOCK=BACKWARD_BLOCK)
+        return grad_Cv
+    logprobs_Cr = logits_Cv[:, :real] / options.temperature - lse_C[:, None]
+    probs_Cr = logprobs_Cr.exp()
+    grad_Cv = torch.zeros_like(logits_Cv)
+    grad_Cr = grad_Cv[:, :real]
+    torch.mul(probs_Cr, -pull_2C[0, :, None], out=grad_Cr)
+    if real:
+        grad_Cr.scatter_add_(1, local_C.clamp(min=0)[:, None], torch.where(local_C >= 0, pull_2C[0], 0.0)[:, None])
+    if options.entropy:  # dH/dx = -p (log p + H)
+        grad_Cr -= probs_Cr * (logprobs_Cr + entropy_C[:, None]) * pull_2C[1, :, None]
+    return grad_Cv.div_(options.temperature).to(dtype)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -74,15 +138,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         lse_K = torch.empty(len(labels_K), dtype=torch.float32, device=hidden_KH.device)
         for at in range(0, len(labels_K), options.chunk_tokens):
             chunk = slice(at, at + options.chunk_tokens)
-            logits_Cv = _chunk_logits(hidden_KH[chunk], weight_vH, options.temperature, shard)
-            top_C = _all_reduce(logits_Cv.amax(1), shard, dist.ReduceOp.MAX)
-            local_C, here_C = _local_labels(labels_K[chunk], shard)
-            target_C = torch.where(here_C, logits_Cv.gather(1, local_C[:, None])[:, 0] - top_C, 0.0)
-            logits_Cv -= top_C[:, None]
-            exp_Cv = logits_Cv.exp()
-            sums_3C = torch.stack((exp_Cv.sum(1), torch.zeros_like(top_C), target_C))
-            if options.entropy:  # padding is exp(-inf) * -inf = nan without the mask
-                sums_3C[1] = (exp_Cv[:, : shard.real] * logits_Cv[:, : shard.real]).sum(1)
+            logits_Cv = _chunk_logits(hidden_KH[chunk], weight_vH)
+            local_C = _local_labels(labels_K[chunk], shard)
+            target_C = logits_Cv.gather(1, local_C.clamp(min=0)[:, None])[:, 0] / options.temperature
+            own_C, total_C, weighted_C = _row_sums(logits_Cv, options, shard.real)
+            del logits_Cv  # before the next chunk's
+            top_C = _all_reduce(own_C.clone(), shard, dist.ReduceOp.MAX)
+            target_C = torch.where(local_C >= 0, target_C - top_C, 0.0)
+            if shard.group is not None:  # sums relative to this shard's maximum -> to that of all
+                moved_C, shrink_C = (own_C - top_C).clamp(min=LOWEST), (own_C - top_C).exp()
+                weighted_C, total_C = shrink_C * (weighted_C + moved_C * total_C), shrink_C * total_C
+            sums_3C = torch.stack((total_C, weighted_C, target_C))
             total_C, weighted_C, target_C = _all_reduce(sums_3C, shard, dist.ReduceOp.SUM)
             log_total_C = total_C.log()
             out_2K[0, chunk] = target_C - log_total_C
@@ -101,19 +167,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight_vH = torch.zeros_like(weight_vH, dtype=torch.float32)
         for at in range(0, len(labels_K), options.chunk_tokens):
             chunk = slice(at, at + options.chunk_tokens)
-            logits_Cv = _chunk_logits(hidden_KH[chunk], weight_vH, options.temperature, shard)
-            logits_Cv -= lse_K[chunk, None]  # log-probabilities
-            probs_Cv = logits_Cv.exp()
-            grad_Cv = probs_Cv * -grad_2K[0, chunk, None]
-            local_C, here_C = _local_labels(labels_K[chunk], shard)
-            grad_Cv.scatter_add_(1, local_C[:, None], torch.where(here_C, grad_2K[0, chunk], 0.0)[:, None])
-            if options.entropy:  # dH/dz = -p (log p + H)
-                logits_Cv[:, shard.real :] = 0.0
-                grad_Cv -= probs_Cv * (logits_Cv + out_2K[1, chunk, None]) * grad_2K[1, chunk, None]
-            grad_Cv /= options.temperature
-            scaled_Cv = grad_Cv.to(weight_vH.dtype)
-            grad_hidden_KH[chunk] = scaled_Cv @ weight_vH
-            grad_weight_vH += (scaled_Cv.t() @ hidden_KH[chunk]).float()
+            logits_Cv = _chunk_logits(hidden_KH[chunk], weight_vH)
+            local_C, pull_2C = _local_labels(labels_K[chunk], shard), grad_2K[:, chunk].contiguous()
+            vectors = (local_C, lse_K[chunk], out_2K[1, chunk], pull_2C)
+            grad_Cv = _logit_gradients(logits_Cv, *vectors, options, shard.real, weight_vH.dtype)
+            del logits_Cv
+            torch.mm(grad_Cv, weight_vH, out=grad_hidden_KH[chunk])
+            _add_product(grad_weight_vH, grad_Cv, hidden_KH[chunk])
+            del grad_Cv
         return grad_hidden_KH, grad_weight_vH.to(weight_vH.dtype), None, None, None
 
 

@@ -12,6 +12,7 @@ import resource
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,15 @@ def device_memory() -> tuple[int, int]:
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
     return tuple(int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+
+
+@cache
+def has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

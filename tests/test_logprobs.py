@@ -1,6 +1,11 @@
-import torch
-from pytest import mark
+import os
+import sys
 
+import launch
+import torch
+from pytest import importorskip, mark
+
+from megatron_rl import logprobs
 from megatron_rl.logprobs import LogprobOptions, VocabShard, chunked_logprobs
 
 
@@ -63,3 +68,48 @@ def test_without_entropy_the_row_is_zero_and_logprobs_are_the_same():
     full = chunked_logprobs(hidden, weight, labels, LogprobOptions(), shard)
     bare = chunked_logprobs(hidden, weight, labels, LogprobOptions(entropy=False), shard)
     assert torch.equal(full[0], bare[0]) and not bare[1].any() and full[1].all()
+
+
+def compare_kernels(device: str, vocab: int, chunk: int) -> None:
+    """The Triton kernels against torch's operations: values and gradients, float32."""
+    torch.manual_seed(2)
+    hidden = torch.randn(5, 12, device=device, requires_grad=True)
+    weight = torch.randn(vocab, 12, device=device, requires_grad=True)
+    for real, temperature, entropy in ((vocab - 7, 0.6, True), (vocab, 1.0, False)):
+        labels, seen = torch.randint(0, real, (5,), device=device), []
+        options, pull = LogprobOptions(temperature, chunk, entropy), torch.randn(2, 5, device=device)
+        for with_kernels in (True, False):
+            logprobs.use_kernels = lambda tensor, answer=with_kernels: answer
+            out = chunked_logprobs(hidden, weight, labels, options, VocabShard(0, real, None))
+            seen.append([out.detach(), *torch.autograd.grad((out * pull).sum(), (hidden, weight))])
+        torch.testing.assert_close(*seen, atol=2e-5, rtol=1e-5)
+
+
+def test_kernels_equal_torch():
+    """The kernels, by Triton's interpreter, give what torch's operations give, over several blocks of columns."""
+    importorskip("triton")
+    code = "import test_logprobs as t; t.logprobs.FORWARD_BLOCK, t.logprobs.BACKWARD_BLOCK = 16, 8\n"
+    code += "t.compare_kernels('cpu', 30, 3); print('compared')"
+    out = launch.check(launch.run(sys.executable, "-c", code, env={"TRITON_INTERPRET": "1"}))
+    assert out == "compared\n"
+
+
+@mark.gpu
+def test_kernels_equal_torch_on_cuda(monkeypatch):
+    """The compiled kernels give what torch's operations give."""
+    assert "TRITON_INTERPRET" not in os.environ
+    monkeypatch.setattr(logprobs, "use_kernels", logprobs.use_kernels)
+    compare_kernels("cuda", 20_000, 4)
+
+
+@mark.gpu
+def test_no_logits_of_all_tokens_live():
+    """16k tokens x 152k vocabulary, forward and backward: less than a quarter of the memory of float32 logits."""
+    tokens, vocab = 16384, 151936
+    hidden = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.05 * torch.randn(vocab, 512, device="cuda", dtype=torch.bfloat16)).requires_grad_()
+    labels = torch.randint(vocab, (tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    chunked_logprobs(hidden, weight, labels, LogprobOptions(), VocabShard(0, vocab, None)).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < tokens * vocab * 4 / 4

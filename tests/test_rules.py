@@ -20,7 +20,7 @@ MAX_SCRIPT_LINES = {"train_ppo.py": 250, "train_dpo.py": 200}
 # A module imports only from modules to its left, from leaves, and from its own folder. Leaves import leaves alone.
 LEAVES = ("batch", "platform", "failure", "weights.arch", "weights.layouts")
 ORDER = (
-    *("initialize", "data", "logprobs", "offload", "models", "weights", "rollout", "algorithms"),
+    *("initialize", "data", "logprobs_kernel", "logprobs", "offload", "models", "weights", "rollout", "algorithms"),
     *(
         "flags",
         "arguments",

@@ -5,12 +5,13 @@ so that a sync launches one kernel for each width of word, without synchronising
 """
 
 from collections.abc import Sequence
-from functools import cache
 from math import gcd
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_rl import platform
 
 WORDS = 2048  # of a row that a program copies at a time
 TILE_BYTES = 1 << 15  # that a program copies at most, unless one chunk of a row is more
@@ -28,7 +29,7 @@ class BatchedCopy:
         self.into, self.of = [a for a, _ in pairs], [b for _, b in pairs]
         self.nbytes = sum(t.nbytes for t in self.into)
         if use_triton is None:
-            use_triton = bool(self.into) and self.into[0].is_cuda and has_triton()
+            use_triton = bool(self.into) and self.into[0].is_cuda and platform.has_triton()
         self._tables = _tables(self.into, self.of) if use_triton else None
 
     def run(self) -> None:
@@ -45,15 +46,6 @@ class BatchedCopy:
             bits = 8 * WORD_BYTES[alignment]
             divisor = 8 * alignment // bits  # words that one vector load takes
             copy_tiles[(len(table_N6),)](table_N6, getattr(tl, f"int{bits}"), alignment, divisor, WORDS, num_warps=8)
-
-
-@cache
-def has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _same_shape(into: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:

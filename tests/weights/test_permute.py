@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.weights.permute import BatchedCopy, has_triton
+from megatron_rl.platform import has_triton
+from megatron_rl.weights.permute import BatchedCopy
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
