@@ -10,30 +10,28 @@ import argparse
 import sys
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from megatron_rl import builders, report, sampling
-from megatron_rl.algorithms.advantages import NEEDS_GREEDY, AdvantageInputs, compute_advantages, place_on_last_token
+from megatron_rl import builders, report
+from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages, place_on_last_token
 from megatron_rl.algorithms.corrections import rollout_correction
 from megatron_rl.algorithms.kl import KLController, kl_in_reward, update_kl
 from megatron_rl.arguments import parse, validate_ppo
-from megatron_rl.batch import Batch, Prompt, Sample, batch_of
+from megatron_rl.batch import Batch, batch_of
 from megatron_rl.builders import Run
 from megatron_rl.checkpoint.load import load
 from megatron_rl.checkpoint.save import open_checkpoints
 from megatron_rl.data.packing import plan_micro_batches
 from megatron_rl.data.prompts import load_prompts
+from megatron_rl.evaluate import evaluate
 from megatron_rl.failure import catch_sigterm, ending_together
 from megatron_rl.flags import PPO
 from megatron_rl.metrics import timed
 from megatron_rl.models.config import read_hf_config
 from megatron_rl.objectives import minibatches
 from megatron_rl.roles import Role, build_critic, build_policy, build_reference, export_role, load_tokenizer
-from megatron_rl.rollout.collect import collect
-from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.startup import check_early
-from megatron_rl.sampling import Scorer
+from megatron_rl.sampling import Rollout, Scorer, roll_out, synchronise
 from megatron_rl.step import StepReport, forward_only, train_step
 
 
@@ -44,7 +42,8 @@ def train(args: argparse.Namespace) -> None:
         return print(report.describe(args, hf))
     tokenizer = load_tokenizer(args.hf_model)
     prompts = load_prompts(builders.prompt_options(args), tokenizer)
-    rewards = builders.build_rewards(args, prompts, hf, tokenizer)
+    held_out = builders.load_eval_prompts(args, tokenizer)  # None without --eval-data
+    rewards = builders.build_rewards(args, [prompts, held_out], hf, tokenizer)
     run = builders.start(args, tokenizer)
     check_early(args.vllm_args, run.topology)
 
@@ -70,6 +69,9 @@ def train(args: argparse.Namespace) -> None:
     run.recorder.start_after(done)
     stop = catch_sigterm()
 
+    if held_out and not done:
+        evaluate(run, engine, held_out.items, scorer, step=0)
+        run.recorder.close_step(0)
     for step in range(done + 1, args.train_iters + 1):
         with timed() as seconds:
             # rollout: weights first, then the KV cache; the cache leaves the device before training needs the room.
@@ -77,17 +79,14 @@ def train(args: argparse.Namespace) -> None:
             synchronise(run, engine)
             if step == done + 1:
                 report.show_samples(run, "before", prompts, engine)
-            asked = prompts.next_batch(args.rollout_batch_size)
-            samples = roll_out(run, engine, asked, step, args.n_samples_per_prompt)
-            greedy = roll_out(run, engine, asked, step, 0) if args.advantage_estimator in NEEDS_GREEDY else None
-            engine.sleep()
+            rollout = roll_out(run, engine, prompts, scorer, step)  # the engine sleeps once it has answered
 
-            greedy_B = score(run, greedy, scorer, step)[[s.group for s in samples]] if greedy else None
-            scores_B = score(run, samples, scorer, step)
             with timed() as update_seconds:
-                batch = measure(run, batch_of(samples), policy, critic, reference)
-                batch, kl = estimate(run, batch, scores_B, greedy_B, kl)
+                batch = measure(run, batch_of(rollout.samples), policy, critic, reference)
+                batch, kl = estimate(run, batch, rollout, kl)
                 update(run, batch, policy, critic, kl, step)
+        if held_out and (step % args.eval_interval == 0 or step == args.train_iters):
+            evaluate(run, engine, held_out.items, scorer, step)
         report.summarise(run.recorder, batch, step, seconds[0], update_seconds[0], prompts.epoch)
         state = {"data": prompts.state(), "kl": kl.coefficient}
         if checkpoints.after_step(step, [policy, critic], state, step == args.train_iters, stop()):
@@ -104,33 +103,6 @@ def train(args: argparse.Namespace) -> None:
             export_role(critic, f"{args.output_dir}/critic", run.topology)
         run.recorder.print(f"wrote {args.output_dir}/actor" + (" and critic" if critic else ""))
     run.recorder.close()
-
-
-def synchronise(run: Run, engine: Engine) -> None:
-    """The engine gets the trainer's weights, then its KV cache."""
-    synced = engine.sync()
-    if run.args.verify_weights == "every" or (run.args.verify_weights == "first" and synced.version == 1):
-        engine.verify()
-    engine.wake()
-    report.sync(run.recorder, synced)
-
-
-def roll_out(run: Run, engine: Engine, prompts: list[Prompt], step: int, n: int) -> list[Sample]:
-    """n samples of each prompt, or the greedy one where n is 0; equal on every rank."""
-    options = builders.sampling_options(run.args, greedy=n == 0)
-    with timed() as seconds:
-        samples = collect(
-            engine, prompts, max(n, 1), options, run.args.seed, step, run.topology, run.recorder.shows_bars
-        )
-    report.rollout(run.recorder, samples, seconds[0], greedy=n == 0)
-    return samples
-
-
-def score(run: Run, samples: list[Sample], scorer: Scorer, step: int) -> Tensor:
-    """Rewards [B], equal on every rank."""
-    scored = sampling.score(run, samples, scorer)
-    report.rewards(run.recorder, step, samples, scored.texts, scored.scores, scored.seconds, run.args.log_samples)
-    return torch.tensor(scored.scores.total)
 
 
 def measure(run: Run, batch: Batch, policy: Role, critic: Role | None, reference: Role | None) -> Batch:
@@ -156,12 +128,10 @@ def measure(run: Run, batch: Batch, policy: Role, critic: Role | None, reference
     return replace(batch, old_logprobs_BR=logprobs_BR, correction_BR=correction.weights_BR)
 
 
-def estimate(
-    run: Run, batch: Batch, scores_B: Tensor, greedy_B: Tensor | None, kl: KLController
-) -> tuple[Batch, KLController]:
+def estimate(run: Run, batch: Batch, rollout: Rollout, kl: KLController) -> tuple[Batch, KLController]:
     """Advantages and returns from rewards, KL and values; the next step's KL coefficient."""
     args, mask_BR = run.args, batch.mask_BR
-    rewards_BR, penalised = place_on_last_token(scores_B, mask_BR), None
+    rewards_BR, penalised = place_on_last_token(rollout.rewards_B, mask_BR), None
     if batch.ref_logprobs_BR is not None:
         coefficient = kl.coefficient if args.kl_in == "reward" else 0.0
         penalised = kl_in_reward(
@@ -169,7 +139,7 @@ def estimate(
         )
         rewards_BR, kl = penalised.rewards_BR, update_kl(kl, penalised.kl, len(batch))
     inputs = AdvantageInputs(
-        rewards_BR, mask_BR, batch.group_B, args.gamma, args.gae_lambda, batch.values_BR, greedy_B
+        rewards_BR, mask_BR, batch.group_B, args.gamma, args.gae_lambda, batch.values_BR, rollout.greedy_B
     )
     advantages = compute_advantages(args.advantage_estimator, inputs)
     report.advantages(run.recorder, advantages, batch, penalised, kl)

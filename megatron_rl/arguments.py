@@ -202,6 +202,16 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
         raise ValueError(f"give either --reward and --reward-model, or --reward-config{given}")
     if args.reward_config:
         check_files([args.reward_config], "--reward-config")
+    check_files(args.eval_data, "--eval-data")
+    if args.dynamic_sampling and args.n_samples_per_prompt < 2:
+        raise ValueError(
+            "--dynamic-sampling compares the samples of a prompt: "
+            f"--n-samples-per-prompt {args.n_samples_per_prompt} must be at least 2"
+        )
+    if args.overlong_buffer is not None and args.overlong_buffer > args.max_response_length:
+        raise ValueError(
+            f"--overlong-buffer {args.overlong_buffer} is more than --max-response-length {args.max_response_length}"
+        )
     for text in args.rollout_reject:
         parse_rejection(text)
     if args.critic_warmup_iters and args.advantage_estimator not in NEEDS_CRITIC:

@@ -1,6 +1,7 @@
 """From flags to the objects that train_ppo.py works with: the only code beside the scripts that reads args."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_rl.arguments import layout_sizes
 from megatron_rl.batch import Batch, PreferencePair
 from megatron_rl.data import preferences
 from megatron_rl.data.packing import PackingOptions, plan_micro_batches
-from megatron_rl.data.prompts import PromptDataset, PromptOptions
+from megatron_rl.data.prompts import PromptDataset, PromptOptions, load_prompts
 from megatron_rl.data.text import TextFormat
 from megatron_rl.initialize import Topology, initialize
 from megatron_rl.metrics import Recorder, bytes_text, open_recorder
@@ -59,13 +60,14 @@ def start(args: argparse.Namespace, tokenizer: Any) -> Run:
 
 def prompt_options(args: argparse.Namespace) -> PromptOptions:
     return PromptOptions(
-        files=(args.dataset_class,) if args.dataset_class else tuple(args.train_data),
+        files=tuple(args.train_data),
         max_prompt_length=args.max_prompt_length,
         prompt_key=args.prompt_key,
         label_key=args.label_key,
         apply_chat_template=args.apply_chat_template,
         system_prompt=args.system_prompt,
         overlong=args.overlong_prompts,
+        dataset_class=args.dataset_class,
         weights=tuple(args.data_weights or ()),
         seed=args.seed,
         shuffle=args.shuffle,
@@ -73,13 +75,32 @@ def prompt_options(args: argparse.Namespace) -> PromptOptions:
     )
 
 
-def build_rewards(args: argparse.Namespace, prompts: PromptDataset, hf: HFConfig, tokenizer: Any) -> RuleRewards:
-    """The rules, checked against every row: one that nothing scores is an error at launch, as is a reward model that
-    cannot be built."""
+def load_eval_prompts(args: argparse.Namespace, tokenizer: Any) -> PromptDataset | None:
+    """The prompts of --eval-data, by the rules of the others; None without the flag."""
+    if not args.eval_data:
+        return None
+    options = replace(
+        prompt_options(args), files=tuple(args.eval_data), dataset_class=None, weights=(), flag="--eval-data"
+    )
+    return load_prompts(options, tokenizer)
+
+
+def evaluation_options(args: argparse.Namespace) -> SamplingOptions:
+    """Greedy for one sample of a prompt."""
+    greedy = sampling_options(args, greedy=True)
+    return greedy if args.eval_samples_per_prompt == 1 else replace(greedy, temperature=args.eval_temperature)
+
+
+def build_rewards(
+    args: argparse.Namespace, prompts: Sequence[PromptDataset | None], hf: HFConfig, tokenizer: Any
+) -> RuleRewards:
+    """The rules, checked against every row of `prompts`: one that nothing scores is an error at launch, as is a reward
+    model that cannot be built."""
     entries = entries_from_config(args.reward_config) if args.reward_config else None
     entries = entries or entries_from_specs(args.reward, args.reward_model)
     rewards = RuleRewards(entries, args.reward_workers, args.reward_timeout)
-    rewards.check_rows([(p.index, p.row) for p in prompts.items])
+    for data in filter(None, prompts):
+        rewards.check_rows([(p.index, p.row) for p in data.items])
     for folder in rewards.models.values():
         own = read_hf_config(folder)
         check_head(folder, own)

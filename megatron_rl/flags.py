@@ -203,6 +203,11 @@ def _rollout(group: Group) -> None:
              "every rank. It is for comparison with vllm only, on the CPU or one GPU")
     add("--rollout-tensor-parallel-size", type=count, default=None, metavar="N",
         help="ranks that share one vLLM engine; default: the training's tensor parallel size")
+    _switch(group, "--dynamic-sampling", False,
+        "drop prompts whose samples all got the same reward, and ask further prompts until --rollout-batch-size have "
+        "rewards that differ")
+    add("--max-sampling-rounds", type=count, default=10, metavar="N",
+        help="rounds of --dynamic-sampling at most; then the step goes on with the groups that are there")
     add("--max-response-length", type=count, default=512, metavar="N", help="tokens of a response at most")
     add("--min-response-length", type=count0, default=0, metavar="N",
         help="tokens before which EOS cannot be sampled")
@@ -237,6 +242,11 @@ def _rewards(group: Group) -> None:
     add("--reward-config", default=None, metavar="FILE.yaml",
         help="rules and reward models chosen by data_source, instead of both: a list of name, rule or path, weight "
              "and condition, such as \"data_source == 'news'\"; entries without a condition come last")
+    add("--overlong-buffer", type=count, default=None, metavar="N",
+        help="the last N tokens before --max-response-length in which the reward falls, linearly from nothing to "
+             "--overlong-penalty; default: it does not")
+    add("--overlong-penalty", type=amount0, default=1.0, metavar="FACTOR",
+        help="what a response of --max-response-length tokens loses of its reward, with --overlong-buffer")
     add("--reward-workers", type=count0, default=0, metavar="N",
         help="processes of each rank that run rules; 0: in the training process, without a time limit")
     add("--reward-timeout", type=amount, default=60, metavar="S", help="seconds one sample's rule may take")
@@ -283,6 +293,20 @@ def _algorithm(group: Group) -> None:
              "seq_mean_k1 bounds a response's geometric mean, seq_sum_k1 its product, *_k2:HIGH the estimates")
     add("--kl-horizon", type=count, default=10000, metavar="N",
         help="sequences over which an adaptive --kl-coef acts")
+
+
+def _evaluation(group: Group) -> None:
+    add = group.add_argument
+    add("--eval-data", nargs="+", default=[], metavar="FILE",
+        help="held-out prompts, in files like --train-data, scored by the same rewards; eval/step_N.jsonl in "
+             "--output-dir holds the samples")
+    add("--eval-interval", type=count, default=20, metavar="N",
+        help="steps between evaluations on --eval-data; before the first and after the last step there is one too")
+    add("--eval-samples-per-prompt", type=count, default=1, metavar="N",
+        help="responses to each prompt; 1 is greedy, more are sampled and give pass@k for k up to N")
+    add("--eval-temperature", type=amount, default=1.0, help="sampling temperature of several responses")
+    add("--eval-pass-reward", type=float, default=1.0, metavar="R",
+        help="a response with at least this reward has passed, for pass@k")
 
 
 def _reference_folder(group: Group) -> None:
@@ -365,6 +389,7 @@ PPO = SHARED | {
     "rollout": _rollout,
     "rewards": _rewards,
     "algorithm": _algorithm,
+    "evaluation": _evaluation,
     "critic and reference": _critic,
     "memory": _memory,
 }

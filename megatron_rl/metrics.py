@@ -18,6 +18,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/min": ("1", "smallest of those rewards"),
     "reward/max": ("1", "largest of those rewards"),
     "reward/equal_groups": ("fraction", "samples whose group got equal rewards: no signal for group estimators"),
+    "reward/overlong_penalty": ("1", "mean of what --overlong-buffer adds to them, for training alone"),
+    "sampling/kept_groups": ("groups", "prompts of the step whose samples differ in reward and are trained on"),
+    "sampling/dropped_groups": ("groups", "prompts that --dynamic-sampling dropped because theirs are equal"),
+    "sampling/rounds": ("rounds", "rollouts until the batch was full, or --max-sampling-rounds"),
     "rollout/samples": ("samples", "responses generated"),
     "rollout/tokens": ("tokens", "response tokens generated"),
     "rollout/length_mean": ("tokens", "mean response length"),
@@ -91,6 +95,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "eval/logprob_rejected": ("nats", "as dpo/logprob_rejected, of the held-out pairs"),
     "eval/nll_chosen": ("nats", "as dpo/nll_chosen, of the held-out pairs"),
     "eval/kl": ("nats", "as dpo/kl, of the held-out pairs"),
+    "eval/reward": ("1", "mean reward of the samples of --eval-data, without the overlong penalty"),
+    "eval/length_mean": ("tokens", "mean response length of theirs"),
+    "eval/truncated": ("fraction", "responses of theirs that the length limit ended"),
     "eval/seconds": ("s", "time of the evaluation"),
     "update/seconds": ("s", "time of log-prob passes, advantages and optimizer steps"),
     "update/tokens_per_second": ("tokens/s", "prompt and response tokens over that time, all ranks together"),
@@ -99,6 +106,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "memory/peak_gb": ("GB", "most device memory so far on rank 0 (resident memory on the CPU)"),
 }
 RULE_PREFIX = "reward/rule/"  # + name of a rule or reward model: its mean, unweighted
+EVAL_PREFIXES = (
+    "eval/pass@",  # + k: chance that one of k samples has a reward of at least --eval-pass-reward; + "/" + data_source
+    "eval/reward/",  # + data_source: as eval/reward, of its rows alone
+)
 
 
 @dataclass
@@ -144,7 +155,8 @@ class Recorder:
     def keep(self, values: dict[str, float]) -> None:
         """Keeps values for the step without a line."""
         for name in values:
-            assert name in METRICS or name.startswith(RULE_PREFIX), f"{name} has no unit and meaning in METRICS"
+            known = name in METRICS or name.startswith((RULE_PREFIX, *EVAL_PREFIXES))
+            assert known, f"{name} has no unit and meaning in METRICS"
         self.values |= {name: float(value) for name, value in values.items()}
 
     def close_step(self, step: int) -> None:
@@ -160,6 +172,14 @@ class Recorder:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         self.values = {}
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes rows as a file of their own, in place of an older one; what JSON does not have becomes text."""
+        if self.writing:
+            path = os.path.join(self.folder, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
     def print(self, text: str) -> None:
         """A line from rank 0."""

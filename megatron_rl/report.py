@@ -1,6 +1,7 @@
 """The texts that a run prints: what it is before it starts, what each step did, what the policy says."""
 
 import argparse
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +143,22 @@ def evaluation(recorder: Recorder, metrics: dict[str, float], pairs: int, second
     recorder.stage("eval", f"{pairs} held-out pairs: {_pair_text(metrics)}, {seconds:.1f} s", eval__seconds=seconds)
 
 
+def policy_evaluation(
+    recorder: Recorder, step: int, samples: list[Sample], metrics: dict[str, float], seconds: float
+) -> None:
+    """`metrics` by name, of evaluate.py."""
+    lengths = [len(s.response.token_ids) for s in samples]
+    recorder.keep(metrics)
+    shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+    recorder.stage(
+        "eval",
+        f"after step {step}: {len(samples)} samples, {shown}, {seconds:.1f} s",
+        eval__length_mean=sum(lengths) / len(lengths),
+        eval__truncated=sum(s.response.truncated for s in samples) / len(samples),
+        eval__seconds=seconds,
+    )
+
+
 def show_samples(run: Run, when: str, prompts: PromptDataset, engine: Engine) -> None:
     """Prints greedy responses to the first --show-samples prompts."""
     chosen = prompts.items[: run.args.show_samples]
@@ -216,6 +233,7 @@ def rewards(
     seconds: float,
     keep_samples: int,
 ) -> None:
+    """`texts` are the responses without special tokens."""
     scores_B = torch.tensor(scores.total)
     differ_B = dynamic_sampling_keep(scores_B, torch.tensor([s.group for s in samples]))
     equal = 1 - float(differ_B.float().mean())
@@ -233,7 +251,33 @@ def rewards(
         recorder.print("warning: all rewards of this step are equal; group estimators learn nothing from it")
     recorder.keep({RULE_PREFIX + name: mean for name, mean in scores.means().items()})
     rows = zip(samples[:keep_samples], texts, scores.total, strict=False)
-    recorder.samples([{"step": step, "prompt": s.prompt.text, "response": t, "reward": r} for s, t, r in rows])
+    recorder.samples([{"step": step} | sample_row(*row) for row in rows])
+
+
+def sample_row(sample: Sample, text: str, reward: float) -> dict[str, Any]:
+    """A sample as files show it; `text` is the response without special tokens."""
+    tokens, truncated = len(sample.response.token_ids), sample.response.truncated
+    return {
+        "prompt": sample.prompt.text,
+        "response": text,
+        "reward": reward,
+        "tokens": tokens,
+        "truncated": truncated,
+    }
+
+
+def overlong(recorder: Recorder, penalty_B: Tensor) -> None:
+    recorder.keep({"reward/overlong_penalty": float(penalty_B.mean())})
+
+
+def dynamic_sampling(recorder: Recorder, kept: int, dropped: int, rounds: int) -> None:
+    recorder.stage(
+        "sampling",
+        f"{kept} groups kept, {dropped} with equal rewards dropped, in {rounds} rounds",
+        sampling__kept_groups=kept,
+        sampling__dropped_groups=dropped,
+        sampling__rounds=rounds,
+    )
 
 
 def logprobs(recorder: Recorder, mismatch: dict[str, float], entropy: Tensor) -> None:

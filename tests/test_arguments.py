@@ -152,6 +152,8 @@ def test_bad_config_is_named(capsys: pytest.CaptureFixture, tmp_path: Path, text
         (1, ["--min-response-length", 17], ["--min-response-length 17", "--max-response-length 16"]),
         (1, ["--advantage-estimator", "grpo"], ["grpo", "--n-samples-per-prompt 1", "at least 2"]),
         (1, ["--reward-config", "none.yaml"], ["--reward", "--reward-config", "not both"]),
+        (1, ["--dynamic-sampling"], ["--dynamic-sampling", "--n-samples-per-prompt 1", "at least 2"]),
+        (1, ["--overlong-buffer", 20], ["--overlong-buffer 20", "--max-response-length 16"]),
         (1, ["--dual-clip", 0.5], ["--dual-clip 0.5", "above 1"]),
         (1, ["--kl-in", "loss", "--kl-coef", 0.1], ["--kl-estimator k1", "k2 or k3"]),
         (1, ["--kl-target", 0.1], ["--kl-target 0.1", "--kl-coef"]),
@@ -267,6 +269,12 @@ BAD_RUNS = {
         {},
         lambda tmp: ["--reward-model", tiny_model(tmp / "bare", "qwen2", head="SequenceClassification")],
         ["reward model", "bare", "no tokenizer"],
+    ),
+    "no held-out data": ({}, lambda tmp: ["--eval-data", tmp / "e.jsonl"], ["--eval-data", "e.jsonl", "no such file"]),
+    "held-out data without the key": (
+        {"e.jsonl": [{"question": "b"}]},
+        lambda tmp: ["--eval-data", tmp / "e.jsonl"],
+        ["e.jsonl, row 1", "'prompt'", "--prompt-key"],
     ),
     "no reward model": ({}, lambda tmp: ["--reward-model", tmp], ["reward model", "no config.json"]),
 }

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def test_metrics_are_documented_and_whole(ppo: launch.Result, task: Task):
     rows = task.rows("ppo")
     assert [row["step"] for row in rows] == [1, 2, 3]
     names = {name for name in METRICS if not name.startswith(("dpo/", "eval/"))}
-    absent = {"policy/dual_clip_fraction", "policy/kl"}  # of flags that this run has not
+    absent = {"policy/dual_clip_fraction", "policy/kl", "reward/overlong_penalty"}  # of flags that this run has not
+    absent |= {name for name in names if name.startswith("sampling/")}
     assert rows[2].keys() - {"step"} == names - absent | {RULE_PREFIX + "length"}
     assert all(isinstance(value, int | float) and value == value for row in rows for value in row.values())
     events = EventAccumulator(str(task.folder / "ppo/tensorboard"))
@@ -146,15 +148,50 @@ def test_exports_load_in_transformers(ppo: launch.Result, task: Task):
         assert 0 < float(moved.abs().max()) < 0.05, name
 
 
-def test_seeds_decide(ppo: launch.Result, task: Task):
-    """The same flags give the same metrics and samples, digit for digit, also with everything offloaded; another seed
-    gives others."""
-    short = ("--no-save-hf", "--show-samples", 0)
+@pytest.fixture(scope="module")
+def again(ppo: launch.Result, task: Task) -> str:
+    """The run of `ppo` again, with everything offloaded and with evaluations, and one with another seed."""
+    held_out = [{"prompt": f"ask {i} ", "data_source": "ab"[i % 2], "label": i} for i in range(4)]
+    (task.folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    evaluation = ["--eval-data", task.folder / "eval.jsonl", "--eval-interval", 2, "--eval-pass-reward", 0.05]
+    evaluation += ["--eval-samples-per-prompt", 3]
     offload = [f"--offload-{part}" for part in ("optimizer", "gradients", "reference", "critic")]
-    other = (*short, "--seed", 5, "--train-iters", 1)
-    runs = [task.argv("again", PPO, *short, *offload), task.argv("other", PPO, *other)]
-    several(task, 1, runs)
-    assert task.values("again") == task.values("ppo") and task.samples("again") == task.samples("ppo")
+    short = ("--no-save-hf", "--show-samples", 0)
+    other = task.argv("other", PPO, *short, "--seed", 5, "--train-iters", 1)
+    return several(task, 1, [task.argv("again", PPO, *short, *offload, *evaluation), other])
+
+
+def test_evaluation_is_what_its_samples_say(again: str, task: Task):
+    """Before the first step, every second and after the last: mean reward and pass@k, over all and by data_source, are
+    those of the samples in the file, by counting subsets; each file has a sample of every prompt and number."""
+    rows = {row["step"]: row for row in task.rows("again") if "eval/reward" in row}
+    assert list(rows) == [0, 2, 3] and again.count("[eval]") == 3
+    for step, row in rows.items():
+        lines = (task.folder / f"again/eval/step_{step}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert [sample["row"] for sample in samples] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+        assert all(s["label"] == s["row"] - 1 and s["prompt"] == f"ask {s['label']} " for s in samples)
+        for ending, source in (("", "ab"), ("/a", "a"), ("/b", "b")):
+            taken = [sample for sample in samples if sample["data_source"] in source]
+            assert all(s["passed"] == (s["reward"] >= 0.05) and s["rewards"]["length"] == s["reward"] for s in taken)
+            reward = sum(sample["reward"] for sample in taken) / len(taken)
+            assert row[f"eval/reward{ending}"] == pytest.approx(reward)
+            for k in (1, 2, 3):
+                draws = [c for i in range(0, len(taken), 3) for c in combinations(taken[i : i + 3], k)]
+                share = sum(any(s["passed"] for s in draw) for draw in draws) / len(draws)
+                assert row[f"eval/pass@{k}{ending}"] == pytest.approx(share)
+        assert row["eval/length_mean"] == sum(s["tokens"] for s in samples) / 12
+
+
+def test_evaluation_and_offloading_do_not_disturb(again: str, task: Task):
+    """The same flags give the same metrics and samples, digit for digit, also with evaluations and everything
+    offloaded."""
+    values = [{k: v for k, v in row.items() if "eval/" not in k} for row in task.values("again") if row["step"]]
+    assert values == task.values("ppo") and task.samples("again") == task.samples("ppo")
+
+
+def test_seeds_decide(again: str, task: Task):
+    """Another seed gives other metrics and samples."""
     assert task.values("other")[0] != task.values("ppo")[0]
     texts = {name: {row["response"] for row in task.samples(name)} for name in ("ppo", "other")}
     assert texts["ppo"].isdisjoint(texts["other"])
@@ -188,6 +225,61 @@ def test_replicas_draw_different_samples(two_ranks: str, task: Task):
     """One prompt on two engines: four different samples."""
     texts = [row["response"] for row in task.samples("replicas")]
     assert len(texts) == len(set(texts)) == 4
+
+
+DAPO = """--advantage-estimator grpo --dynamic-sampling --max-sampling-rounds 3 --overlong-buffer 8
+    --overlong-penalty 0.5 --clip-high 0.28 --rollout-batch-size 3 --global-batch-size 6 --no-save-hf
+    --log-samples 99 --reward"""
+HALF = """
+def half(prompt, response, row): return len(response) / 10 if int(prompt.split()[1]) % 2 else 0.5
+def same(prompt, response, row): return 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def dapo(task: Task) -> launch.Result:
+    """DAPO with a rule that tells apart the samples of half of the prompts, again from the checkpoint of step 1, and
+    with one that tells none apart."""
+    (task.folder / "half.py").write_text(HALF)
+    half = f"{DAPO} {task.folder}/half.py:half"
+    runs = [task.argv("dapo", half, "--save", task.folder / "saved", "--save-interval", 1)]
+    runs += [task.argv("resumed", half, "--load", task.folder / "saved/iter_0000001")]
+    runs += [task.argv("nothing", f"{DAPO} {task.folder}/half.py:same")]
+    (task.folder / "dapo.json").write_text(json.dumps(runs))
+    return launch.torchrun(1, "tests/ppo_runs_program.py", task.folder / "dapo.json", timeout=280)
+
+
+def test_dynamic_sampling_refills_the_batch(dapo: launch.Result, task: Task):
+    """Groups of equal rewards are dropped, further prompts asked until the batch is full or the rounds are over; each
+    sample has its own seed; rewards are reported of all that was drawn, with the overlong penalty apart."""
+    for row in task.rows("dapo"):
+        drawn = [sample for sample in task.samples("dapo") if sample["step"] == row["step"]]
+        pairs = list(zip(drawn[::2], drawn[1::2], strict=True))
+        assert all(one["prompt"] == other["prompt"] for one, other in pairs)
+        kept = [abs(one["reward"] - other["reward"]) > 1e-6 for one, other in pairs]
+        assert (row["sampling/kept_groups"], row["sampling/dropped_groups"]) == (sum(kept), len(kept) - sum(kept))
+        assert sum(kept) == 3 or row["sampling/rounds"] == 3
+        assert row["rollout/samples"] == len(drawn)
+        assert row["reward/equal_groups"] == pytest.approx(kept.count(False) / len(kept))
+        over = [min(max(sample["tokens"] - 4, 0) / 8, 1) for sample in drawn]
+        assert row["reward/overlong_penalty"] == pytest.approx(-0.5 * sum(over) / len(over))
+        assert row["reward/mean"] == pytest.approx(sum(sample["reward"] for sample in drawn) / len(drawn))
+        asked_twice = [s for s in drawn if sum(s["prompt"] == other["prompt"] for other in drawn) > 2]
+        assert len({s["response"] for s in asked_twice}) == len(asked_twice)
+    assert sum(row["sampling/dropped_groups"] for row in task.rows("dapo")) > 0
+
+
+def test_dynamic_sampling_resumes_exactly(dapo: launch.Result, task: Task):
+    """The data position counts the prompts that were dropped: a resumed run draws what the unbroken one drew."""
+    assert task.values("resumed") == task.values("dapo")[1:]
+    assert task.samples("resumed") == [sample for sample in task.samples("dapo") if sample["step"] > 1]
+
+
+def test_nothing_to_learn_from_is_an_error(dapo: launch.Result, task: Task):
+    """Where every group of every round has equal rewards the run stops with one line of numbers and flags."""
+    assert dapo.returncode != 0
+    (line,) = [line for line in dapo.stderr.splitlines() if line.startswith("error: ")]
+    assert "each of the 9 groups of 3 rounds (--max-sampling-rounds)" in line and "--n-samples-per-prompt 2" in line
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ ORDER = (
         "builders",
         "report",
         "sampling",
+        "evaluate",
         "checkpoint",
     ),
 )

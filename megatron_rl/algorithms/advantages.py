@@ -247,7 +247,7 @@ def overlong_penalty(lengths_B: Tensor, max_length: int, buffer_length: int, fac
     if not 0 < buffer_length <= max_length:
         raise ValueError(
             f"the overlong buffer is {buffer_length} tokens but must be between 1 and the maximum response length "
-            f"{max_length}: change --overlong-buffer-length or --max-response-length"
+            f"{max_length}: change --overlong-buffer or --max-response-length"
         )
     over_B = (lengths_B - (max_length - buffer_length)).float() / buffer_length
     return -factor * over_B.clamp(0.0, 1.0)

@@ -34,20 +34,25 @@ class RewardText:
     prompt_key: str = "prompt"  # of the row
 
     def ids(self, samples: Sequence[Sample], responses: Sequence[str]) -> list[Ids]:
-        """prompt + response of each sample; `responses` are their texts without special tokens."""
+        """prompt + response of each sample, not yet cut; `responses` are their texts without special tokens."""
         if self.own is None:
             return [s.prompt.token_ids + s.response.token_ids for s in samples]
         form = self.own
         pieces = zip(samples, responses, strict=True)
         if form.apply_chat_template:
             texts = [form.render([*self._chat(s), _answer(text)], self._row(s), answer=False) for s, text in pieces]
-            encoded = form.encode_prompts(texts)
-        else:
-            encoded = form.encode_prompts(["\n".join(m["content"] for m in self._chat(s)) + t for s, t in pieces])
-            eos = form.tokenizer.eos_token_id
-            ended = [eos is not None and not s.response.truncated for s in samples]
-            encoded = [(*ids, eos) if end else ids for ids, end in zip(encoded, ended, strict=True)]
-        return [form.shorten(ids, self.limit) if len(ids) > self.limit else ids for ids in encoded]
+            return form.encode_prompts(texts)
+        encoded = form.encode_prompts(["\n".join(m["content"] for m in self._chat(s)) + t for s, t in pieces])
+        eos = form.tokenizer.eos_token_id
+        ended = [eos is not None and not s.response.truncated for s in samples]
+        return [(*ids, eos) if end else ids for ids, end in zip(encoded, ended, strict=True)]
+
+    def fit(self, ids: Ids) -> Ids:
+        """At most `limit` of them: the BOS and the end."""
+        if len(ids) <= self.limit:
+            return ids
+        assert self.own is not None, "the policy's own ids were found to fit at launch"
+        return self.own.shorten(ids, self.limit)
 
     def _row(self, sample: Sample) -> Row:
         return Row("the data", sample.prompt.index + 1, sample.prompt.row)
@@ -129,11 +134,17 @@ def score_samples(
     responses: Sequence[str],
     topology: Topology,
     bar: Bar,
+    say: Callable[[str], None],
 ) -> dict[str, list[float]]:
-    """The scores of the samples that each model has to score, by `places` of rewards.router; collective."""
+    """The scores of the samples that each model has to score, by `places` of rewards.router; collective.
+
+    Texts that are too long for a model are cut from the left, and `say` is told how many.
+    """
     scores = {}
     for model in models:
         chosen = places[model.name]
         ids = model.text.ids([samples[i] for i in chosen], [responses[i] for i in chosen])
-        scores[model.name] = score_texts(model, ids, topology, bar)
+        if cut := sum(len(one) > model.text.limit for one in ids):
+            say(f"warning: {cut} texts longer than {model.text.limit} tokens lost their start for {model.name}")
+        scores[model.name] = score_texts(model, [model.text.fit(one) for one in ids], topology, bar)
     return scores

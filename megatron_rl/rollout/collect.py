@@ -34,11 +34,15 @@ def collect(
     step: int,
     topology: Topology,
     progress: bool = False,
+    first: int = 0,
 ) -> list[Sample]:
-    """n samples of each prompt, in order, equal on every rank. The ranks of a replica generate together."""
+    """n samples of each prompt, in order, equal on every rank. The ranks of a replica generate together.
+
+    `first` samples of the step came before these: their seeds are not used again.
+    """
     dealt = deal(len(prompts), n, engine.num_replicas)
     mine = dealt[engine.replica]
-    requests = [GenerateRequest(prompts[i // n].token_ids, sample_seed(seed, step, i)) for i in mine]
+    requests = [GenerateRequest(prompts[i // n].token_ids, sample_seed(seed, step, first + i)) for i in mine]
     responses = engine.generate(requests, options, progress)
     speaks = engine.tp_rank == 0
     packed = _Packed.of(mine, responses) if speaks else _Packed.of([], [])

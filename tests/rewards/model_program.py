@@ -39,7 +39,7 @@ def main() -> None:
         run = Run(args, topology, open_recorder(out, dist.get_rank() == 0, progress=False), tokenizer)
         models = builders.build_reward_models(run, rewards, read_hf_config(policy))
         places = {name: range(len(taken)) for name in rewards.models}
-        found[layout] = score_samples(models, places, taken, responses, topology, run.recorder.bar)
+        found[layout] = score_samples(models, places, taken, responses, topology, run.recorder.bar, print)
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, str(found[layout]))
         assert len(set(everywhere)) == 1, "every rank has the same scores"

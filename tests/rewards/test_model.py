@@ -77,8 +77,9 @@ def test_a_text_that_is_too_long_loses_its_start(folders: dict[str, Path]):
     from megatron_rl.data.text import TextFormat
 
     own = load_tokenizer(str(folders["plain"]))
-    (ids,) = RewardText(TextFormat(own, False), limit=9).ids(samples(own)[2:3], ["y" * 40])
-    assert own.decode(ids) == "<s>yyyyyyyy"
+    text = RewardText(TextFormat(own, False), limit=9)
+    (ids,) = text.ids(samples(own)[2:3], ["y" * 40])
+    assert own.decode(ids) == "<s>x" + "y" * 40 and own.decode(text.fit(ids)) == "<s>yyyyyyyy"
 
 
 def test_what_makes_tokenizers_differ(folders: dict[str, Path]):
