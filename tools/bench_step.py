@@ -119,14 +119,15 @@ def update(args: Any) -> dict[str, Any]:
     old_BR = forward_only(policy, batch, plan, topology)[0]
     part = next(minibatches(replace(batch, old_logprobs_BR=old_BR), builders.minibatch_options(args), 1))
     plan = plan_micro_batches([len(s) for s in part.sequences], topology.dp_size, builders.packing_options(args))
-    loss = builders.policy_loss_of(args, 0.0)
+    loss, norms = builders.policy_loss_of(args, 0.0), []
 
     def step() -> None:
-        train_step(policy, part, plan, loss, topology)
+        norms.append(train_step(policy, part, plan, loss, topology).grad_norm)
 
     platform.reset_peak_memory()
     seconds, flops = measured(step, args.repeats), forward_flops(hf, lengths)
     if args.profile:
+        print_profile(lambda: forward_only(policy, batch, plan, topology))
         print_profile(step)
     return {
         "sequences": args.sequences,
@@ -138,10 +139,11 @@ def update(args: Any) -> dict[str, Any]:
         "step_tok_s": sum(lengths) / seconds,
         "step_tflops": 3 * flops / seconds / 1e12,
         "peak_gb": platform.max_memory_allocated() / 1e9,
+        "first_grad_norm": norms[0],
     }
 
 
-def print_profile(step: Callable[[], None]) -> None:
+def print_profile(step: Callable[[], Any]) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if platform.device_type() == "cuda" else [])

@@ -21,7 +21,7 @@ from megatron_rl.models.config import RopeScaling
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """What the attention layers need to know of a micro-batch; qkv_format "sbhd" keeps megatron-core's [T, 1, h, D]."""
+    """What attention layers need to know of a micro-batch; qkv_format "sbhd" keeps megatron-core's [T, 1, h, D]."""
 
     cos_TD: Tensor | None = None  # float32, of each token's own position, D / 2 frequencies
     sin_TD: Tensor | None = None
@@ -132,17 +132,19 @@ def packed_sequences(micro: MicroBatch, frequencies_D: Tensor, dtype: torch.dtyp
     )
 
 
-def _turn(x_ThD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def turn(x_ThD: Tensor, cos_TD: Tensor, sin_TD: Tensor, sign: float) -> Tensor:
+    """Rotated by the angles, or by sign -1 back."""
+    if x_ThD.is_cuda and platform.has_triton():
+        from megatron_rl.models import kernels
+
+        return kernels.turn(x_ThD, cos_TD, sin_TD, sign)
     first, second = x_ThD.float().chunk(2, dim=-1)
-    cos, sin = cos_TD[:, None], sin_TD[:, None]
+    cos, sin = cos_TD[:, None], sin_TD[:, None] * sign
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_ThD.dtype)
 
 
-turn = torch.compile(_turn, dynamic=True) if platform.device_type() == "cuda" else _turn
-
-
 class Rotate(torch.autograd.Function):
-    """Rotary embedding, RoFormer (arXiv 2104.09864), equation 34, halves as Llama pairs them: in float32, rounded once.
+    """Rotary embedding, RoFormer (arXiv 2104.09864), equation 34, Llama's halves: in float32, rounded once.
 
     The gradient is the rotation back.
     """
@@ -150,12 +152,12 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ThD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(cos_TD, sin_TD)
-        return turn(x_ThD, cos_TD, sin_TD)
+        return turn(x_ThD, cos_TD, sin_TD, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad_ThD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos_TD, sin_TD = ctx.saved_tensors
-        return turn(grad_ThD, cos_TD, -sin_TD), None, None
+        return turn(grad_ThD, cos_TD, sin_TD, -1.0), None, None
 
 
 def inverse_frequencies(theta: float, head_dim: int, rope: RopeScaling) -> Tensor:

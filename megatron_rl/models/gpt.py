@@ -87,8 +87,13 @@ def _build_chunk(
         pg_collection=topology.groups,
         vp_stage=index if topology.vpp_size > 1 else None,
     )
-    # position_embedding_type "none": our attention rotates, each token by its own position. Not a buffer: stays float32
+    # position_embedding_type "none": our attention rotates by each token's position. Not a buffer: stays float32
     chunk.frequencies_D = inverse_frequencies(hf.rope_theta, hf.head_dim, hf.rope).to(topology.device)
+    if config.transformer_impl == "transformer_engine":
+        # its products add straight to the float32 gradients; as a field of config the output layer would want apex
+        for module in chunk.decoder.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
     if role == "value" and chunk.post_process:
         chunk.output_layer = ValueHead(hf.hidden, config.params_dtype, topology.device)
     return chunk

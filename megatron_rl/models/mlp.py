@@ -14,20 +14,24 @@ from megatron_rl import platform
 
 
 def _swiglu(x_T2f: Tensor) -> Tensor:
+    if x_T2f.is_cuda and platform.has_triton():
+        from megatron_rl.models.kernels import swiglu
+
+        return swiglu(x_T2f)
     gate_Tf, up_Tf = x_T2f.float().chunk(2, dim=-1)
     return (F.silu(gate_Tf) * up_Tf).to(x_T2f.dtype)
 
 
 def _swiglu_back(grad_Tf: Tensor, x_T2f: Tensor) -> Tensor:
+    if x_T2f.is_cuda and platform.has_triton():
+        from megatron_rl.models.kernels import swiglu_back
+
+        return swiglu_back(grad_Tf, x_T2f)
     gate_Tf, up_Tf = x_T2f.float().chunk(2, dim=-1)
     grad_Tf, sigmoid_Tf = grad_Tf.float(), gate_Tf.sigmoid()
     silu_Tf = gate_Tf * sigmoid_Tf
     slope_Tf = sigmoid_Tf + silu_Tf * (1 - sigmoid_Tf)
     return torch.cat((grad_Tf * up_Tf * slope_Tf, grad_Tf * silu_Tf), dim=-1).to(x_T2f.dtype)
-
-
-if platform.device_type() == "cuda":
-    _swiglu, _swiglu_back = torch.compile(_swiglu, dynamic=True), torch.compile(_swiglu_back, dynamic=True)
 
 
 class SwiGLU(torch.autograd.Function):
