@@ -5,63 +5,8 @@ A table: two lines a flag, so the formatter leaves it alone.
 # fmt: off
 
 import argparse
-from typing import Any
 
-Group = Any  # argparse's _ArgumentGroup, which it does not export
-
-
-class _KeyValues(argparse.Action):
-    """key=value ... -> dict; values are read as YAML scalars, so 0.9 is a float and true a bool."""
-
-    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[override]
-        import yaml
-
-        merged = dict(getattr(namespace, self.dest) or {})
-        for item in values:
-            key, equals, text = item.partition("=")
-            if not equals or not key:
-                parser.error(f"{option_string} wants key=value, got {item!r}")
-            merged[key.replace("-", "_")] = yaml.safe_load(text)
-        setattr(namespace, self.dest, merged)
-
-
-def _switch(group: Group, flag: str, default: bool, text: str) -> None:
-    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-
-
-def _positive(kind: type, text: str, zero: bool = False) -> Any:
-    value = kind(text)
-    if value < 0 or (value == 0 and not zero) or value != value:
-        raise argparse.ArgumentTypeError(f"{text} is not {'at least' if zero else 'above'} 0")
-    return value
-
-
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    return _positive(int, text)
-
-
-def count0(text: str) -> int:
-    """A whole number of at least 0."""
-    return _positive(int, text, zero=True)
-
-
-def amount(text: str) -> float:
-    """A number above 0."""
-    return _positive(float, text)
-
-
-def amount0(text: str) -> float:
-    """A number of at least 0."""
-    return _positive(float, text, zero=True)
-
-
-def fraction(text: str) -> float:
-    """A number from 0 to 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
+from megatron_rl.flag_types import Group, KeyValues, amount, amount0, count, count0, fraction, switch
 
 
 def _model(group: Group) -> None:
@@ -70,11 +15,11 @@ def _model(group: Group) -> None:
         help="Hugging Face folder of the policy: its config.json is the only description of the model")
     add("--transformer-impl", default="local", choices=["local", "transformer_engine"],
         help="layers from megatron-core alone, or from transformer-engine where it is installed")
-    add("--transformer-config", nargs="+", action=_KeyValues, default={}, metavar="KEY=VALUE",
+    add("--transformer-config", nargs="+", action=KeyValues, default={}, metavar="KEY=VALUE",
         help="any field of megatron-core's TransformerConfig")
-    _switch(group, "--bf16", True,
+    switch(group, "--bf16", True,
         "weights and activations in bfloat16 with float32 master weights; --no-bf16 trains in float32")
-    _switch(group, "--fp32-residual-connection", False,
+    switch(group, "--fp32-residual-connection", False,
         "keep the residual stream between layers in float32, as compiled vLLM does in effect: log-probs agree better")
     add("--recompute-granularity", choices=["full", "selective"], default=None,
         help="recompute activations in the backward pass: whole layers, or core attention alone")
@@ -92,7 +37,7 @@ def _layout(group: Group) -> None:
         help="model chunks a stage holds (interleaved schedule)")
     add("--expert-model-parallel-size", type=count, default=1, metavar="N",
         help="ranks that share the experts of a mixture-of-experts model")
-    _switch(group, "--sequence-parallel", False,
+    switch(group, "--sequence-parallel", False,
         "cut the sequence over the tensor-parallel ranks between layers")
     add("--distributed-timeout-minutes", type=amount, default=10, metavar="MIN",
         help="minutes after which a collective that does not return fails")
@@ -116,10 +61,10 @@ def _optimizer(group: Group) -> None:
     add("--adam-eps", type=amount, default=1e-8, help="added to the root of the second moment")
     add("--clip-grad", type=amount0, default=1.0, metavar="NORM",
         help="largest global gradient norm; 0 does not clip")
-    _switch(group, "--use-distributed-optimizer", True,
+    switch(group, "--use-distributed-optimizer", True,
         "shard optimizer state and master weights over data-parallel ranks")
-    _switch(group, "--overlap-grad-reduce", False, "reduce gradients while the backward pass still runs")
-    _switch(group, "--skip-non-finite-steps", False,
+    switch(group, "--overlap-grad-reduce", False, "reduce gradients while the backward pass still runs")
+    switch(group, "--skip-non-finite-steps", False,
         "skip and count optimizer steps whose gradient norm is not finite, instead of stopping")
 
 
@@ -140,14 +85,10 @@ def _batches(group: Group) -> None:
 def _run(group: Group) -> None:
     add = group.add_argument
     add("--output-dir", default="output", metavar="DIR",
-        help="metrics.jsonl, TensorBoard events, samples and the exported HF folders go here")
-    add("--show-samples", type=count0, default=0, metavar="N",
-        help="print greedy responses to the first N prompts before and after the run")
-    add("--log-samples", type=count0, default=2, metavar="N",
-        help="samples of each step that samples.jsonl keeps")
-    _switch(group, "--progress", True, "progress bars inside long stages (rank 0)")
-    _switch(group, "--verbose", False, "let megatron-core and vLLM log what they like")
-    _switch(group, "--save-hf", True, "write the trained model as an HF folder at the end of the run")
+        help="metrics.jsonl, TensorBoard events and the exported HF folders go here; of PPO also samples.jsonl")
+    switch(group, "--progress", True, "progress bars inside long stages (rank 0)")
+    switch(group, "--verbose", False, "let megatron-core and vLLM log what they like")
+    switch(group, "--save-hf", True, "write the trained model as an HF folder at the end of the run")
     add("--dry-run", action="store_true", help="parse, validate, print layout and batch arithmetic, and exit")
 
 
@@ -158,10 +99,10 @@ def _checkpoints(group: Group) -> None:
     add("--save-interval", type=count, default=None, metavar="N",
         help="steps between checkpoints; default: only the last step's")
     add("--keep-last", type=count, default=None, metavar="K", help="checkpoints to keep; default: all of them")
-    _switch(group, "--async-save", False, "write checkpoints while training goes on, from a copy in host memory")
+    switch(group, "--async-save", False, "write checkpoints while training goes on, from a copy in host memory")
     add("--load", default=None, metavar="DIR",
         help="go on from the last whole checkpoint here; may be the folder of --save")
-    _switch(group, "--exit-on-missing-checkpoint", False, "stop where --load has none, instead of starting fresh")
+    switch(group, "--exit-on-missing-checkpoint", False, "stop where --load has none, instead of starting fresh")
 
 
 def _data(group: Group) -> None:
@@ -178,8 +119,8 @@ def _data(group: Group) -> None:
         help="what happens to longer prompts: left out, or cut from the left; both are counted")
     add("--dataset-class", default=None, metavar="FILE.py:CLASS",
         help="a data set of your own: __len__ and __getitem__ -> row, built with the list of --train-data")
-    _switch(group, "--shuffle", True, "a new order each epoch, by --seed")
-    _switch(group, "--drop-last", True,
+    switch(group, "--shuffle", True, "a new order each epoch, by --seed")
+    switch(group, "--drop-last", True,
         "leave out the last partial batch of an epoch; --no-drop-last trains on it")
 
 
@@ -203,7 +144,7 @@ def _rollout(group: Group) -> None:
              "every rank. It is for comparison with vllm only, on the CPU or one GPU")
     add("--rollout-tensor-parallel-size", type=count, default=None, metavar="N",
         help="ranks that share one vLLM engine; default: the training's tensor parallel size")
-    _switch(group, "--dynamic-sampling", False,
+    switch(group, "--dynamic-sampling", False,
         "drop prompts whose samples all got the same reward, and ask further prompts until --rollout-batch-size have "
         "rewards that differ")
     add("--max-sampling-rounds", type=count, default=10, metavar="N",
@@ -217,9 +158,14 @@ def _rollout(group: Group) -> None:
         help="nucleus sampling mass; below 1 the importance ratio is no longer exact")
     add("--top-k", type=int, default=-1,
         help="sample among the k likeliest tokens; -1: all. Otherwise the importance ratio is no longer exact")
-    add("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end a response")
+    add("--stop", nargs="+", default=[], metavar="TEXT",
+        help="texts that end a response, besides every EOS of generation_config.json; they stay in it")
     add("--kv-cache-gb", type=amount, default=None, metavar="GB",
         help="KV cache of each rank's engine in GB; default: what the step's samples need, if the models leave it")
+    add("--show-samples", type=count0, default=0, metavar="N",
+        help="print greedy responses to the first N prompts before and after the run")
+    add("--log-samples", type=count0, default=2, metavar="N",
+        help="samples of each step that samples.jsonl keeps")
     add("--rollout-weights", default="alias", choices=["alias", "copy"],
         help="alias: the engine reads the trainer's memory where the bytes agree; copy: it has its own")
     add("--rollout-placement", default="overlap", choices=["overlap", "consecutive"],
@@ -228,14 +174,15 @@ def _rollout(group: Group) -> None:
         help="size of a transfer buffer of the weight sync in MB")
     add("--verify-weights", default="first", choices=["never", "first", "every"],
         help="compare digests of the trainer's and the engine's weights after the sync")
-    add("--vllm-args", nargs="+", action=_KeyValues, default={}, metavar="KEY=VALUE",
+    add("--vllm-args", nargs="+", action=KeyValues, default={}, metavar="KEY=VALUE",
         help="any argument of vLLM's engine, such as enforce_eager=true max_num_seqs=64")
 
 
 def _rewards(group: Group) -> None:
     add = group.add_argument
     add("--reward", nargs="+", default=[], metavar="RULE",
-        help="rules that give the reward, each NAME or FILE.py:FUNCTION, with =WEIGHT behind it where it is not 1")
+        help="rules that give the reward: exact_match, format[:REGEX], math_verify, length[:CHARS], sentiment, "
+             "reasoning_gym, or FILE.py:FUNCTION; each with =WEIGHT behind it where that is not 1")
     add("--reward-model", nargs="+", default=[], metavar="DIR",
         help="Hugging Face folders of sequence classifications with one label, run on the policy's layout, alone or "
              "added to --reward, with =WEIGHT behind one whose weight is not 1; the score is that of the last token")
@@ -247,9 +194,9 @@ def _rewards(group: Group) -> None:
              "--overlong-penalty; default: it does not")
     add("--overlong-penalty", type=amount0, default=1.0, metavar="FACTOR",
         help="what a response of --max-response-length tokens loses of its reward, with --overlong-buffer")
-    add("--reward-workers", type=count0, default=0, metavar="N",
-        help="processes of each rank that run rules; 0: in the training process, without a time limit")
-    add("--reward-timeout", type=amount, default=60, metavar="S", help="seconds one sample's rule may take")
+    add("--reward-workers", type=count0, default=1, metavar="N",
+        help="processes of each rank that run rules; 0: in the training process, without --reward-timeout")
+    add("--reward-timeout", type=amount, default=60, metavar="S", help="seconds that a rule may take for one sample")
 
 
 def _algorithm(group: Group) -> None:
@@ -264,12 +211,17 @@ def _algorithm(group: Group) -> None:
     add("--gamma", type=fraction, default=1.0, help="discount per token")
     add("--gae-lambda", type=fraction, default=0.95, help="GAE's lambda: 0 is one-step, 1 Monte Carlo")
     add("--policy-loss", default="ppo", choices=list(POLICY_LOSSES), help="the policy's objective")
-    add("--clip-low", type=amount, default=0.2, help="the ratio is clipped below 1 - this")
-    add("--clip-high", type=amount, default=0.2, help="the ratio is clipped above 1 + this")
+    add("--clip-low", type=amount, default=0.2,
+        help="the ratio is clipped below 1 - this: per token for ppo and cispo (whose paper leaves it open: 1), "
+             "per response for gspo (paper: 3e-4); for gmpo log-ratios are clipped below -this (paper: 0.4)")
+    add("--clip-high", type=amount, default=0.2,
+        help="the ratio is clipped above 1 + this, likewise (dapo: 0.28, gspo: 4e-4); for gmpo log-ratios above this "
+             "(paper: 0.4); reinforce clips nothing")
     add("--dual-clip", type=amount, default=None, metavar="C",
-        help="bound the loss of negative advantages by C times the advantage; default: off")
+        help="of ppo: bound the loss of negative advantages by C times the advantage, C above 1; default: off")
     add("--loss-aggregation", default="token-mean", choices=list(AGGREGATIONS),
-        help="what one optimizer step averages over")
+        help="what one optimizer step averages over; the papers of grpo, gspo and gmpo take seq-mean-token-mean, that "
+             "of dr_grpo seq-mean-token-sum-norm")
     add("--loss-fixed-length", type=count, default=None, metavar="N",
         help="the divisor in tokens of --loss-aggregation seq-mean-token-sum-norm; default: --max-response-length")
     add("--update-epochs", type=count, default=1, metavar="N", help="passes over each rollout batch")
@@ -286,7 +238,7 @@ def _algorithm(group: Group) -> None:
         help="importance weights of trainer over engine probabilities on the policy loss, per token or per response")
     add("--rollout-correction-threshold", type=amount, default=2.0, metavar="C",
         help="those weights are truncated to at most this")
-    _switch(group, "--rollout-correction-normalize", False,
+    switch(group, "--rollout-correction-normalize", False,
         "divide them by their mean over the rollout batch")
     add("--rollout-reject", nargs="+", default=[], metavar="NAME:BOUNDS",
         help="leave out of the loss what lies outside: token_k1:0.5:2 keeps tokens with 0.5 <= ratio <= 2; "
@@ -326,12 +278,12 @@ def _critic(group: Group) -> None:
 
 
 def _memory(group: Group) -> None:
-    _switch(group, "--offload-optimizer", False,
+    switch(group, "--offload-optimizer", False,
         "optimizer state (float32 main weights and moments) is in pinned host memory except while its role trains")
-    _switch(group, "--offload-gradients", False, "gradient buffers exist only while their role trains")
-    _switch(group, "--offload-reference", False,
+    switch(group, "--offload-gradients", False, "gradient buffers exist only while their role trains")
+    switch(group, "--offload-reference", False,
         "reference and reward models are in pinned host memory except in their own passes")
-    _switch(group, "--offload-critic", False, "the critic's weights are in pinned host memory except while it works")
+    switch(group, "--offload-critic", False, "the critic's weights are in pinned host memory except while it works")
 
 
 def _preferences(group: Group) -> None:
@@ -362,14 +314,14 @@ def _preference_training(group: Group) -> None:
     add("--simpo-gamma", type=amount0, default=0.5, help="the reward margin that simpo wants")
     add("--rpo-alpha", type=amount0, default=0.0,
         help="weight of the negative log-likelihood per token of the chosen completion")
-    _switch(group, "--length-normalize", False,
+    switch(group, "--length-normalize", False,
         "divide a completion's score by its tokens; ipo, simpo and orpo always do")
     add("--f-divergence", default="reverse_kl", choices=list(F_DIVERGENCES),
         help="divergence that bounds the policy, for sigmoid, hinge, ipo, robust and exo_pair")
     add("--f-alpha", type=amount0, default=0.5, help="alpha of --f-divergence alpha_divergence")
     add("--reference", default="precomputed", choices=["precomputed", "each-step"],
         help="the reference's log-probabilities: one pass before training, kept on disk, or a resident model")
-    _switch(group, "--reference-free", False, "no reference: its log-probabilities are taken as 0")
+    switch(group, "--reference-free", False, "no reference: its log-probabilities are taken as 0")
     add("--reference-cache", default=None, metavar="DIR",
         help="folder of the precomputed log-probabilities; default: 'reference' in --output-dir")
     _reference_folder(group)

@@ -22,6 +22,7 @@ LEAVES = ("batch", "platform", "failure", "weights.arch", "weights.layouts")
 ORDER = (
     *("initialize", "data", "logprobs_kernel", "logprobs", "offload", "models", "weights", "rollout", "algorithms"),
     *(
+        "flag_types",
         "flags",
         "arguments",
         "roles",
