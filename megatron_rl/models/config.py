@@ -274,6 +274,13 @@ def transformer_config(hf: HFConfig, sizes: Sizes, options: ModelOptions) -> "Tr
         return TransformerConfig(**{**fixed, **chosen})
 
 
+def attention_cost(hf: HFConfig) -> float:
+    """c such that a sequence of n tokens costs n + c n^2: causal attention's FLOPs over those of the weights' products."""
+    attention = 2 * hf.hidden * hf.head_dim * (hf.heads + hf.kv_heads)
+    mlp = 3 * hf.hidden * hf.ffn * max(hf.experts_per_token, 1)
+    return hf.layers * hf.heads * hf.head_dim / (hf.layers * (attention + mlp) + hf.vocab * hf.hidden)
+
+
 def dims(hf: HFConfig) -> Dims:
     """The sizes that parameter shapes depend on."""
     return Dims(

@@ -29,9 +29,9 @@ def _gate_back(grad_Nf, x_N2f, out_N2f, width, BLOCK: tl.constexpr):
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     grad_gate, grad_up = grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
-    kind = out_N2f.dtype.element_ty
-    tl.store(out_N2f + row * 2 * width + column, grad_gate.to(kind), mask=inside)
-    tl.store(out_N2f + row * 2 * width + width + column, grad_up.to(kind), mask=inside)
+    out = out_N2f + row * 2 * width + column
+    tl.store(out, grad_gate.to(out_N2f.dtype.element_ty), mask=inside)
+    tl.store(out + width, grad_up.to(out_N2f.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -56,9 +56,9 @@ def _turn(
     source = x_ThD + token * token_stride + head * head_stride + place
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    target, kind = out_ThD + (token * heads + head) * 2 * half + place, out_ThD.dtype.element_ty
-    tl.store(target, (first * cos - second * sin).to(kind), mask=inside)
-    tl.store(target + half, (second * cos + first * sin).to(kind), mask=inside)
+    target = out_ThD + (token * heads + head) * 2 * half + place
+    tl.store(target, (first * cos - second * sin).to(out_ThD.dtype.element_ty), mask=inside)
+    tl.store(target + half, (second * cos + first * sin).to(out_ThD.dtype.element_ty), mask=inside)
 
 
 def swiglu(x_N2f: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def test_swiglu_kernel(half: int):
     x, up = torch.randn(7, 1, 2 * half).bfloat16(), torch.randn(7, 1, half).bfloat16()
     found = []
     for device in ("cpu", "cuda"):
-        own = x.to(device).requires_grad_()
+        own = x.clone().to(device).requires_grad_()
         out = SwiGLU.apply(own)
         out.backward(up.to(device))
         found.append((out.cpu(), own.grad.cpu()))
