@@ -143,22 +143,31 @@ class Reshard:
         ]
         requests = Counter(holders for wanted in wants for holders in wanted)
         candidates = {holders: [rank for s in sorted(holders) for rank in ranks_of_shard[s]] for holders in requests}
-        load = [0] * self.world
+        jobs = []
         for receiver, wanted in enumerate(wants):
-            peers: set[int] = set()
+            groups, node = self.overlap.by_holders[self.target_of_rank[receiver]], self.node_of_rank[receiver]
             for holders in wanted:
                 every = candidates[holders]
-                parts = -(-len(every) // requests[holders])  # idle replicas share the sending
-                node = self.node_of_rank[receiver]
                 near = [rank for rank in every if self.node_of_rank[rank] == node] or every
-                known = [rank for rank in near if rank in peers] if parts == 1 else []
-                for index, pieces in enumerate(self._parts(self.target_of_rank[receiver], holders, parts)):
-                    sender = self._least(known or near, load, receiver)
-                    load[sender] += sum(piece.target.numel for piece in pieces)
-                    peers.add(sender)
-                    part = _Part(sender, receiver, holders, index, parts)
-                    self._incoming[receiver].append(part)
-                    self._outgoing[sender].append(part)
+                jobs.append(
+                    (len(near), -sum(piece.target.numel for piece in groups[holders]), receiver, holders, near)
+                )
+        mean = -sum(job[1] for job in jobs) / max(1, len({rank for job in jobs for rank in job[-1]}))
+        load = [0] * self.world
+        peers: list[set[int]] = [set() for _ in range(self.world)]
+        # What has the least choice and is the largest comes first; the rest evens out.
+        for _, _, receiver, holders, near in sorted(jobs, key=lambda job: job[:2]):
+            parts = -(-len(candidates[holders]) // requests[holders])  # idle replicas share the sending
+            for index, pieces in enumerate(self._parts(self.target_of_rank[receiver], holders, parts)):
+                n = sum(piece.target.numel for piece in pieces)
+                # few peers are better than many, as long as none of them sends more than the mean
+                known = [rank for rank in near if rank in peers[receiver] and load[rank] + n <= mean]
+                sender = self._least(known or near, load, receiver)
+                load[sender] += n
+                peers[receiver].add(sender)
+                part = _Part(sender, receiver, holders, index, parts)
+                self._incoming[receiver].append(part)
+                self._outgoing[sender].append(part)
 
     def _least(self, ranks: list[int], load: list[int], receiver: int) -> int:
         """The least loaded of the ranks, among equals the next one after the receiver."""

@@ -1,5 +1,6 @@
 """The planner's promises, checked by carrying plans out on small arrays; every HF element is a number of its own."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -102,7 +103,29 @@ def check(run: Run, placement: Placement, gpus_per_node: int) -> list[Plan]:
         assert sum(m.rect.numel for m in plans[rank].sends) == traffic.sent[rank]
         parts = traffic.aliased + traffic.zeroed + traffic.copied + traffic.received
         assert parts[rank] == traffic.needed[rank] == needs.size
+    check_balance(run, placement, gpus_per_node, traffic.sent)
     return plans
+
+
+def check_balance(run: Run, placement: Placement, gpus_per_node: int, sent: np.ndarray) -> None:
+    """The largest sender sends at most twice the mean of all that could serve, or the least that a largest sender can:
+    what only some ranks hold, over their number. Counted from values, without the planner.
+    """
+    own = [np.concatenate([x.reshape(-1) for x in tensors.values()]) for tensors in run.sources]
+    holds = np.zeros((run.world, max(x.max() for x in own) + 1), bool)
+    for rank, values in enumerate(own):
+        holds[rank, values] = True
+    node, demand = np.arange(run.world) // gpus_per_node, Counter[bytes]()
+    for rank in range(run.world):
+        needs = np.concatenate([x.reshape(-1) for x in run.wanted_by(rank, placement).values()])
+        serves = holds[:, needs[(needs > 0) & ~holds[rank, needs]]]
+        near = serves & (node == node[rank])[:, None]
+        demand.update(column.tobytes() for column in np.where(near.any(0), near, serves).T)
+    sets = np.array([np.frombuffer(key, bool) for key in demand]).reshape(-1, run.world)
+    could, elements = sets.any(0), np.array(list(demand.values()))
+    assert not sent[~could].any()
+    least = [elements[~sets[:, ~some].any(1)].sum() / some.sum() for some in sets]
+    assert not could.any() or sent.max() <= max(2 * sent[could].mean(), *least), (sent, least)
 
 
 def contiguous_piece(x: np.ndarray, tensors: ref.Tensors) -> bool:
