@@ -46,10 +46,11 @@ def train(args: argparse.Namespace) -> None:
     validate_dpo(args, hf)
     if args.dry_run:
         return print(report.describe_preference(args, hf))
-    run = builders.start(args, load_tokenizer(args.hf_model))
-    pairs = load_preferences(builders.pair_options(args), run.tokenizer)
-    held_out = builders.load_held_out(args, run.tokenizer)
+    tokenizer = load_tokenizer(args.hf_model)
+    pairs = load_preferences(builders.pair_options(args), tokenizer)
+    held_out = builders.load_held_out(args, tokenizer)
     steps = builders.preference_steps(args, pairs)
+    run = builders.start(args, tokenizer)
 
     # a reference that only computes beforehand has left the device when the policy comes
     reference = build_reference(run, {"train": pairs.items, "eval": held_out})

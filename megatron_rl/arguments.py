@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import megatron_rl
-from megatron_rl.models.config import HFConfig, Sizes, check_layout, check_length
+from megatron_rl.models.config import HFConfig, Sizes, check_layout, check_length, read_hf_config
 from megatron_rl.models.overrides import parse_overrides
 
 
@@ -162,6 +162,8 @@ def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
 def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
     """validate_shared, and what rollout and PPO add."""
     from megatron_rl.algorithms.advantages import NEEDS_CRITIC, NEEDS_GROUPS
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     from megatron_rl.algorithms.corrections import parse_rejection
 
     validate_shared(args, hf)
@@ -176,6 +178,25 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
         )
     if args.min_response_length > args.max_response_length:
         raise ValueError(
+def check_reference(args: argparse.Namespace, hf: HFConfig, longest: int) -> None:
+    """ValueError where the folder of --reference-hf-model cannot be compared with the policy's model `hf` on sequences
+    of up to `longest` tokens."""
+    folder = args.reference_hf_model
+    if folder is None:
+        return
+    check_files([f"{folder}/config.json"], "--reference-hf-model")
+    reference = read_hf_config(folder)
+    if reference.head != "lm":
+        raise ValueError(f"--reference-hf-model {folder}: this is no causal language model, it has a value head")
+    if reference.vocab != hf.vocab:
+        raise ValueError(
+            f"--reference-hf-model {folder} has a vocabulary of {reference.vocab:,}, --hf-model {args.hf_model} of "
+            f"{hf.vocab:,}: their log-probabilities are not of the same tokens"
+        )
+    check_layout(reference, layout_sizes(args), args.sequence_parallel)
+    check_length(reference, longest, f"sequences of {longest} tokens with --reference-hf-model {folder}")
+
+
             f"--min-response-length {args.min_response_length} is above --max-response-length "
             f"{args.max_response_length}"
         )
@@ -245,6 +266,21 @@ def validate_dpo(args: argparse.Namespace, hf: HFConfig) -> None:
             f"a pair of up to 2 x --max-length {args.max_length} tokens does not fit --max-tokens-per-micro-batch "
             f"{args.max_tokens_per_micro_batch}: both halves of a pair go into one micro-batch"
         )
+    if args.old_logprobs == "update":
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        needs_pass = {
+            f"--update-epochs {args.update_epochs}": args.update_epochs > 1,
+            f"--global-batch-size {args.global_batch_size} of {samples} samples": (args.global_batch_size or samples)
+            < samples,
+            f"--rollout-correction {args.rollout_correction}": args.rollout_correction != "none",
+            "--rollout-reject": bool(args.rollout_reject),
+            "--kl-in reward": bool(args.kl_coef) and args.kl_in == "reward",
+            "--kl-target": args.kl_target is not None,
+        }
+        if found := [flag for flag, needs in needs_pass.items() if needs]:
+            raise ValueError(f"--old-logprobs update is for one optimizer step a rollout, without {', '.join(found)}")
+    if args.kl_coef:
+        check_reference(args, hf, longest)
     if args.max_prompt_length >= args.max_length:
         raise ValueError(
             f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion within --max-length "
@@ -280,6 +316,10 @@ def sampling_warnings(args: argparse.Namespace) -> list[str]:
     changed = [f"--top-p {args.top_p}"] if args.top_p < 1 else []
     changed += [f"--top-k {args.top_k}"] if args.top_k > 0 else []
     changed += [f"--min-response-length {args.min_response_length}"] if args.min_response_length else []
+    if not free:
+        check_reference(args, hf, args.max_length)
+        if args.reference_cache is not None:
+            check_output(args.reference_cache, "--reference-cache")
     if not changed:
         return []
     return [

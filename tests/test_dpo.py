@@ -13,6 +13,10 @@ import torch
 from models.tiny import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file
 
+from megatron_rl.arguments import parse, validate_dpo
+from megatron_rl.flags import DPO
+from megatron_rl.models.config import read_hf_config
+
 STEPS, SAVED_AT = 4, 2
 TIMES = ("seconds", "per_second", "memory/", "step/")  # metrics that no two runs have alike
 
@@ -110,6 +114,47 @@ def test_a_resident_reference_gives_the_same_run(start: Callable[..., Run], whol
     assert resident.rows.keys() == whole.rows.keys() and "pairs computed" not in resident.out
     for step, row in whole.rows.items():
         assert resident.rows[step] == pytest.approx(row, rel=1e-4, abs=1e-4), step
+
+
+def test_without_a_reference_rewards_are_log_probabilities(start: Callable[..., Run], whole: Run):
+    """--reference-free computes and keeps no reference: a reward is beta times the policy's own log-probability."""
+    free = start(1, "free", "--reference-free", "--train-iters", 1, "--no-save-hf", "--reference-cache", "unused")
+    first = free.rows[1]
+    assert "no reference" in free.out and "pairs computed" not in free.out and not Path("unused").exists()
+    assert "dpo/kl" not in first and first["dpo/logprob_chosen"] == pytest.approx(whole.rows[1]["dpo/logprob_chosen"])
+    for half in ("chosen", "rejected"):
+        assert first[f"dpo/reward_{half}"] == pytest.approx(0.1 * first[f"dpo/logprob_{half}"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--reference-hf-model", "none"], ["--reference-hf-model none/config.json", "no such file"]),
+        (["--reference-hf-model", "{}/small"], ["--reference-hf-model", "100", "131"]),
+        (["--reference-hf-model", "{}/value"], ["--reference-hf-model", "value head"]),
+        (["--reference-hf-model", "{}/model", "--reference-free"], ["--reference-hf-model", "--reference-free"]),
+        (["--reference-cache", "{}/pairs.jsonl"], ["--reference-cache", "is a file"]),
+        (["--eval-data", "none.jsonl"], ["--eval-data none.jsonl", "no such file"]),
+        (["--max-prompt-length", 24], ["--max-prompt-length 24", "--max-length 24"]),
+        (["--max-tokens-per-micro-batch", 40], ["--max-length 24", "--max-tokens-per-micro-batch 40"]),
+        (["--max-length", 65, "--max-tokens-per-micro-batch", 130], ["--max-length 65", "64"]),
+        (["--min-lr", 1], ["--min-lr 1.0", "--lr"]),
+        (["--recompute-num-layers", 2], ["--recompute-num-layers 2", "--recompute-granularity full"]),
+        (["--label-smoothing", 0.5], ["--label-smoothing is 0.5"]),
+    ],
+    ids=lambda value: "_".join(map(str, value)),
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, more: list, words: list[str]):
+    """A ValueError of one line with the flag to change and the numbers, before anything is built or written."""
+    tiny_model(tmp_path / "model", "qwen2", max_position_embeddings=64)
+    tiny_model(tmp_path / "small", "qwen2", vocab_size=100)
+    tiny_model(tmp_path / "value", "qwen2", head="SequenceClassification")
+    data = write_pairs(tmp_path / "pairs.jsonl", 1, 4)
+    flags = ["--hf-model", tmp_path / "model", "--train-data", data, "--max-length", 24, "--max-prompt-length", 12]
+    argv = [str(flag).format(tmp_path) for flag in (*flags, *more)]
+    with pytest.raises(ValueError) as error:
+        validate_dpo(args := parse("train_dpo.py", DPO, argv), read_hf_config(args.hf_model))
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value), error.value
 
 
 def test_a_cache_of_other_data_or_model_is_refused(start: Callable[..., Run], whole: Run):

@@ -9,7 +9,8 @@ the one that rollout and evaluation have. Rules, in this order:
    that mark, or with EOS where the template has none (and for text); it is trained on.
 3. A prompt over max_prompt_length loses its left end (BOS kept), or the pair is left out ("filter").
 4. A completion over what max_length leaves loses its right end, EOS with it, or the pair is left out ("filter").
-5. Where not one token of a completion has room, or a completion is empty, the pair is dropped. All are counted.
+5. Where not one token of a completion has room, or a completion is empty, the pair is dropped. So is one whose
+   completions are equal, or became so by being cut: nothing can be preferred. All are counted.
 """
 
 import os
@@ -60,6 +61,7 @@ class PreferenceCounts:
 
     filtered: int = 0  # pairs left out for their length
     dropped: int = 0  # pairs with an empty completion, or without room for a token of one
+    equal: int = 0  # pairs of two equal completions
     truncated_prompts: int = 0
     truncated_completions: int = 0  # pairs in which one or both were cut
 
@@ -93,7 +95,8 @@ def load_preferences(options: PreferenceOptions, tokenizer: Any) -> PreferenceDa
         if not kept:
             raise ValueError(
                 f"{rows[0].file}: none of the {len(rows)} pairs is left within --max-length {options.max_length} and "
-                f"--max-prompt-length {options.max_prompt_length} (--overlong-prompts {options.overlong})"
+                f"--max-prompt-length {options.max_prompt_length} (--overlong-prompts {options.overlong}): "
+                + _summary(0, len(options.files), counts)
             )
         pairs.append(kept)
         first += len(rows)
@@ -106,6 +109,7 @@ def _summary(pairs: int, files: int, counts: PreferenceCounts) -> str:
     for count, what in [
         (counts.filtered, "over-long left out"),
         (counts.dropped, "dropped without a response token"),
+        (counts.equal, "dropped with two equal completions"),
         (counts.truncated_prompts, "with the prompt cut from the left"),
         (counts.truncated_completions, "with a completion cut from the right"),
     ]:
@@ -144,6 +148,8 @@ def _fit(
     if room < 1:
         return None, PreferenceCounts(dropped=1)
     fitted = PreferencePair(pair.index, prompt, chosen[:room], rejected[:room])
+    if fitted.chosen_ids == fitted.rejected_ids:
+        return None, PreferenceCounts(equal=1)
     return fitted, PreferenceCounts(truncated_prompts=int(long_prompt), truncated_completions=int(long_completion))
 
 

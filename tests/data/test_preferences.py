@@ -134,6 +134,20 @@ def test_filtering_and_empty_completions_are_counted(tmp_path, tokenizer):
         assert data.summary.endswith(", 1 over-long left out, 1 dropped without a response token")
 
 
+def test_equal_completions_are_dropped_and_counted(tmp_path, tokenizer):
+    """A pair in which nothing is preferred, from the file or after cutting, is no pair; alone it ends the run."""
+    rows = [
+        {"prompt": "ab", "chosen": "same", "rejected": "same"},
+        {"prompt": "ab", "chosen": "x" * 50 + "y", "rejected": "x" * 50 + "z"},
+        {"prompt": "ab", "chosen": "yes", "rejected": "no"},
+    ]
+    data = load(tmp_path, tokenizer, *rows, apply_chat_template=False, max_length=20)
+    assert [p.index for p in data.items] == [2]
+    assert data.summary == "1 pairs from 1 file(s), 2 dropped with two equal completions"
+    with pytest.raises(ValueError, match="none of the 1 pairs is left .* 1 dropped with two equal completions"):
+        load(tmp_path, tokenizer, rows[0], apply_chat_template=False)
+
+
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
