@@ -128,6 +128,22 @@ def check_transformer_config(values: Mapping[str, Any]) -> None:
         parse_overrides(TransformerConfig, values)
 
 
+def check_recomputation(args: argparse.Namespace, hf: HFConfig) -> None:
+    """ValueError for flags that the granularity does not read, and modules that the model has not."""
+    if args.recompute_granularity != "full":
+        if args.recompute_num_layers > 1:
+            raise ValueError(f"--recompute-num-layers {args.recompute_num_layers} needs --recompute-granularity full")
+        if args.recompute_method != "uniform":
+            raise ValueError(f"--recompute-method {args.recompute_method} needs --recompute-granularity full")
+    if args.recompute_granularity != "selective" and args.recompute_modules != ["core_attn"]:
+        raise ValueError(
+            f"--recompute-modules {' '.join(args.recompute_modules)} needs --recompute-granularity selective"
+        )
+    absent = "mlp" if hf.experts else "moe"
+    if absent in args.recompute_modules:
+        raise ValueError(f"--recompute-modules {absent}: {args.hf_model} has none, its layers have the other kind")
+
+
 def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
     """What PPO and DPO check before a model is loaded. ValueError with the numbers and the flag to change."""
     ranks, sizes = world_size(args), layout_sizes(args)

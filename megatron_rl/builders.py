@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from megatron_rl import platform
@@ -18,7 +19,15 @@ from megatron_rl.data.prompts import PromptDataset, PromptOptions, load_prompts
 from megatron_rl.data.text import TextFormat
 from megatron_rl.initialize import Topology, initialize
 from megatron_rl.metrics import Recorder, bytes_text, open_recorder
-from megatron_rl.models.config import HFConfig, check_layout, check_length, dims, longest_sequence, read_hf_config
+from megatron_rl.models.config import (
+    HFConfig,
+    attention_cost,
+    check_layout,
+    check_length,
+    dims,
+    longest_sequence,
+    read_hf_config,
+)
 from megatron_rl.objectives import (
     MinibatchOptions,
     PolicyObjective,
@@ -212,7 +221,12 @@ def sampling_options(args: argparse.Namespace, greedy: bool = False) -> Sampling
 
 
 def packing_options(args: argparse.Namespace) -> PackingOptions:
-    return PackingOptions(args.max_tokens_per_micro_batch, args.micro_batch_size)
+    return PackingOptions(args.max_tokens_per_micro_batch, args.micro_batch_size, _attention_cost(args.hf_model))
+
+
+@cache
+def _attention_cost(folder: str) -> float:
+    return attention_cost(read_hf_config(folder))
 
 
 def build_kl(args: argparse.Namespace) -> KLController:
@@ -303,7 +317,7 @@ def plan_pairs(args: argparse.Namespace, batch: Batch, topology: Topology) -> Pl
     """Micro-batches of whole pairs; --micro-batch-size counts pairs here."""
     limit = None if args.micro_batch_size is None else 2 * args.micro_batch_size
     units = [(i, i + 1) for i in range(0, len(batch), 2)]
-    options = PackingOptions(args.max_tokens_per_micro_batch, limit)
+    options = PackingOptions(args.max_tokens_per_micro_batch, limit, _attention_cost(args.hf_model))
     return plan_micro_batches([len(s) for s in batch.sequences], topology.dp_size, options, units)
 
 

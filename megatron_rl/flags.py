@@ -22,9 +22,13 @@ def _model(group: Group) -> None:
     switch(group, "--fp32-residual-connection", False,
         "keep the residual stream between layers in float32, as compiled vLLM does in effect: log-probs agree better")
     add("--recompute-granularity", choices=["full", "selective"], default=None,
-        help="recompute activations in the backward pass: whole layers, or core attention alone")
+        help="recompute activations in the backward pass: whole layers, or the parts in --recompute-modules")
+    add("--recompute-method", choices=["uniform", "block"], default="uniform",
+        help="of full: every layer, in units of --recompute-num-layers, or only the first so many of each stage")
     add("--recompute-num-layers", type=count, default=1,
-        help="layers of one recomputed unit, with --recompute-granularity full")
+        help="layers of one recomputed unit (uniform) or recomputed layers of each stage (block), of full")
+    add("--recompute-modules", nargs="+", choices=["core_attn", "mlp", "moe"], default=["core_attn"],
+        help="what selective recomputes: core attention, the MLP of dense layers, the experts with their router")
 
 
 def _layout(group: Group) -> None:

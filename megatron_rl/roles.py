@@ -53,8 +53,9 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
         sequence_parallel=args.sequence_parallel,
         transformer_impl=args.transformer_impl,
         recompute_granularity=args.recompute_granularity,
-        recompute_method="uniform" if full else None,
+        recompute_method=args.recompute_method if full else None,
         recompute_num_layers=args.recompute_num_layers if full else None,
+        recompute_modules=tuple(args.recompute_modules),
         overrides={"fp32_residual_connection": args.fp32_residual_connection} | args.transformer_config,
     )
 

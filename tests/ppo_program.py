@@ -1,7 +1,8 @@
 """Run by torchrun: optimizer steps on fixed rollouts, in one layout after the other; rank 0 saves what they reported.
 
 Arguments: an output folder, folders of policy and critic, then cases as "tp,pp,sp,dtype,size,tokens,scene": sequences
-(0: any number) and tokens of a micro-batch at most. A scene is a fixed batch, or a function of SCENES.
+(0: any number) and tokens of a micro-batch at most; pp "2x2" is two stages of two chunks each. A scene is a fixed
+batch, or a function of SCENES. Further words are modules to recompute, or "full".
 """
 
 import sys
@@ -27,13 +28,18 @@ class Case:
     """Policy and critic in one layout."""
 
     def __init__(self, text: str, policy_folder: str, critic_folder: str) -> None:
-        tp, pp, sp, dtype, size, tokens, _ = text.split(",")
+        tp, pp, sp, dtype, size, tokens, _, *recompute = text.split(",")
+        pp, _, vpp = pp.partition("x")
         flags = ["--hf-model", policy_folder, "--critic-hf-model", critic_folder]
         flags += ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
         flags += ["--max-tokens-per-micro-batch", tokens] + (["--micro-batch-size", size] if size != "0" else [])
         flags += (["--sequence-parallel"] if sp == "1" else []) + ([] if dtype == "bf16" else ["--no-bf16"])
+        if recompute == ["full"]:
+            flags += ["--recompute-granularity", "full"]
+        elif recompute:
+            flags += ["--recompute-granularity", "selective", "--recompute-modules", *recompute]
         self.args = parse("train_ppo.py", PPO, [*flags, *FLAGS])
-        self.topology: Topology = initialize(int(tp), int(pp))
+        self.topology: Topology = initialize(int(tp), int(pp), int(vpp or 1))
         policy, critic = build_policy(self.args, self.topology), build_critic(self.args, self.topology)
         assert critic is not None
         self.policy, self.critic = policy, critic
@@ -115,7 +121,7 @@ def main() -> None:
     out, policy_folder, critic_folder, *texts = sys.argv[1:]
     found = {}
     for text in texts:
-        scene = text.split(",")[-1]
+        scene = text.split(",")[6]
         case = Case(text, policy_folder, critic_folder)
         found[text] = case.reports(scene) if scene in BATCHES else SCENES[scene](case)
         everywhere: list[Any] = [None] * dist.get_world_size()

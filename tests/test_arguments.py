@@ -58,6 +58,7 @@ def refused(capsys: pytest.CaptureFixture, *argv: object) -> str:
         (["--vllm-args", "enforce_eager"], ["--vllm-args wants key=value", "'enforce_eager'"]),
         (["--roll", 4], ["unknown: --roll"]),  # no abbreviations: a later flag may make them mean another
         (["--seed", 1, "stray"], ["unknown: stray"]),
+        (["--recompute-modules", "layernorm"], ["--recompute-modules", "'layernorm'", "core_attn"]),
     ],
 )
 def test_unknown_flags_and_values(capsys: pytest.CaptureFixture, more: list, words: list[str]):
@@ -160,6 +161,13 @@ def test_bad_config_is_named(capsys: pytest.CaptureFixture, tmp_path: Path, text
         (1, ["--data-weights", 1, 2], ["2 --data-weights", "1 --train-data"]),
         (1, ["--save-interval", 5], ["--save-interval 5", "--save DIR"]),
         (1, ["--world-size", 8], ["--world-size 8", "--dry-run"]),
+        (1, ["--recompute-method", "block"], ["--recompute-method block", "--recompute-granularity full"]),
+        (1, ["--recompute-modules", "mlp"], ["--recompute-modules mlp", "--recompute-granularity selective"]),
+        (
+            1,
+            ["--recompute-granularity", "selective", "--recompute-modules", "mlp", "moe"],
+            ["--recompute-modules moe", "has none"],
+        ),
         (1, ["--transformer-config", "layernorm_epsilom=1"], ["layernorm_epsilom", "layernorm_epsilon"]),
         (1, ["--output-dir", "/dev/null/x"], ["--output-dir /dev/null/x", "/dev/null is a file"]),
         (1, ["--train-data", "none.jsonl"], ["--train-data none.jsonl", "no such file"]),

@@ -11,7 +11,8 @@ from models.tiny import tiny_model
 from ppo_cases import CLIP, ENTROPY, KL, VALUE_CLIP, fixed_batch, per_token, save_outputs, values_per_token
 
 Seen = dict[str, dict[str, Any]]
-# "tp,pp,sp,dtype,micro-batch size,max tokens,scene"; the first of a dtype and scene is what the others must equal
+# "tp,pp,sp,dtype,micro-batch size,max tokens,scene" and what is recomputed; the first of a dtype and scene is what the
+# others must equal
 SINGLE = (
     "1,1,0,fp32,1,4096,spread",
     "1,1,0,fp32,8,4096,spread",
@@ -28,8 +29,11 @@ SINGLE = (
 DOUBLE = (
     "2,1,0,fp32,0,120,spread",
     "2,1,1,fp32,8,4096,spread",
+    "2,1,1,fp32,0,120,spread,core_attn,mlp",
     "1,2,0,fp32,1,4096,spread",
     "1,2,0,fp32,0,120,spread",
+    "1,2,0,fp32,0,120,spread,full",
+    "1,2x2,0,fp32,0,120,spread",
     "1,1,0,fp32,0,120,spread",
     "1,1,0,fp32,1,4096,spread",
     "1,1,0,fp32,2,512,long",
@@ -58,7 +62,7 @@ TP_NORM_BF16 = 2e-3
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
-    sizes = {"max_position_embeddings": 1024}
+    sizes = {"max_position_embeddings": 1024, "num_hidden_layers": 4}
     critic = tiny_model(folder / "critic", "llama3", head="SequenceClassification", seed=1, **sizes)
     policy = tiny_model(folder / "policy", "llama3", **sizes)
     save_outputs(policy, critic)
@@ -116,7 +120,8 @@ def test_micro_batches_do_not_matter(single: Seen):
 
 
 def test_layout_does_not_matter(single: Seen, double: Seen):
-    """TP 2, sequence parallel, PP 2 and DP 2 give the numbers of one rank, in float32 and bf16, for both roles."""
+    """TP 2, sequence parallel, PP 2, virtual stages and DP 2 give the numbers of one rank, in float32 and bf16, for
+    both roles; so they do with recomputation of attention and MLP, or of whole layers."""
     check_equal(single, double)
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 from models.tiny import FAMILIES, tiny_model
 
-from megatron_rl.models.config import ModelOptions, RopeScaling, Sizes, read_hf_config, transformer_config
+from megatron_rl.models.config import (
+    ModelOptions,
+    RopeScaling,
+    Sizes,
+    attention_cost,
+    read_hf_config,
+    transformer_config,
+)
 
 PLAIN = {
     "architectures": ["LlamaForCausalLM"],
@@ -141,3 +148,9 @@ def test_layouts_that_do_not_divide_are_refused(sizes: Sizes, words: str, tmp_pa
     """The numbers and the flag to change are given."""
     with pytest.raises(ValueError, match=words):
         transformer_config(read_hf_config(folder(tmp_path)), sizes, ModelOptions())
+
+
+def test_attention_cost_is_that_of_the_flops(tmp_path: Path):
+    """By hand: 4 layers of 64 hidden, 4 heads of 16, 96 in the MLP, a vocabulary of 100; causal, so half of n^2."""
+    linear = 4 * (4 * 64 * 64 + 3 * 64 * 96) + 100 * 64  # multiply-adds of a token
+    assert attention_cost(read_hf_config(folder(tmp_path))) == pytest.approx(4 * 2 * 64 / 2 / linear)

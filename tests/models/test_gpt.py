@@ -57,16 +57,19 @@ def test_packed_equals_unpacked(family: str, role: str, alone: Topology, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes"),
     [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective"},
-        {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+        ("qwen2", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        ("qwen2", {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}),
+        ("qwen2", {"recompute_granularity": "selective"}),
+        ("qwen2", {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
+        ("qwen3", {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}),
+        ("mixtral", {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")}),
     ],
 )
-def test_recomputation_changes_nothing(changes: dict, alone: Topology, tmp_path: Path):
+def test_recomputation_changes_nothing(family: str, changes: dict, alone: Topology, tmp_path: Path):
     """Activation recomputation, full or selective, leaves outputs and gradients as they are."""
-    folder = tiny_model(tmp_path, "qwen2")
+    folder = tiny_model(tmp_path, family)
     micros = [micro_batch(LENGTHS, 131, seed=6)]
     plain = gradients(built(folder, alone), micros, "lm")
     again = gradients(built(folder, alone, replace(FLOAT32, **changes)), micros, "lm")
