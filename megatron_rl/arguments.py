@@ -162,6 +162,9 @@ def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
         raise ValueError(
             f"--lr-warmup-iters {args.lr_warmup_iters} is not below --lr-decay-iters {args.lr_decay_iters}"
         )
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    check_recomputation(args, hf)
     check_transformer_config(args.transformer_config)
     for flag, folder in (("--output-dir", args.output_dir), ("--save", args.save)):
         if folder is not None:
@@ -175,25 +178,6 @@ def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
         raise ValueError(f"{len(args.data_weights)} --data-weights for {len(args.train_data)} --train-data files")
 
 
-def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
-    """validate_shared, and what rollout and PPO add."""
-    from megatron_rl.algorithms.advantages import NEEDS_CRITIC, NEEDS_GROUPS
-    if args.min_lr > args.lr:
-        raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
-    from megatron_rl.algorithms.corrections import parse_rejection
-
-    validate_shared(args, hf)
-    if hf.head != "lm":
-        raise ValueError(f"--hf-model {args.hf_model}: a policy is a causal language model, this one has a value head")
-    ranks, longest = world_size(args), args.max_prompt_length + args.max_response_length
-    lengths = f"--max-prompt-length {args.max_prompt_length} + --max-response-length {args.max_response_length}"
-    check_length(hf, longest, f"{lengths} with {args.hf_model}")
-    if longest > args.max_tokens_per_micro_batch:
-        raise ValueError(
-            f"{lengths} = {longest} tokens do not fit --max-tokens-per-micro-batch {args.max_tokens_per_micro_batch}"
-        )
-    if args.min_response_length > args.max_response_length:
-        raise ValueError(
 def check_reference(args: argparse.Namespace, hf: HFConfig, longest: int) -> None:
     """ValueError where the folder of --reference-hf-model cannot be compared with the policy's model `hf` on sequences
     of up to `longest` tokens."""
@@ -213,6 +197,23 @@ def check_reference(args: argparse.Namespace, hf: HFConfig, longest: int) -> Non
     check_length(reference, longest, f"sequences of {longest} tokens with --reference-hf-model {folder}")
 
 
+def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
+    """validate_shared, and what rollout and PPO add."""
+    from megatron_rl.algorithms.advantages import NEEDS_CRITIC, NEEDS_GROUPS
+    from megatron_rl.algorithms.corrections import parse_rejection
+
+    validate_shared(args, hf)
+    if hf.head != "lm":
+        raise ValueError(f"--hf-model {args.hf_model}: a policy is a causal language model, this one has a value head")
+    ranks, longest = world_size(args), args.max_prompt_length + args.max_response_length
+    lengths = f"--max-prompt-length {args.max_prompt_length} + --max-response-length {args.max_response_length}"
+    check_length(hf, longest, f"{lengths} with {args.hf_model}")
+    if longest > args.max_tokens_per_micro_batch:
+        raise ValueError(
+            f"{lengths} = {longest} tokens do not fit --max-tokens-per-micro-batch {args.max_tokens_per_micro_batch}"
+        )
+    if args.min_response_length > args.max_response_length:
+        raise ValueError(
             f"--min-response-length {args.min_response_length} is above --max-response-length "
             f"{args.max_response_length}"
         )
@@ -265,6 +266,21 @@ def check_reference(args: argparse.Namespace, hf: HFConfig, longest: int) -> Non
             f"--rollout-correction {args.rollout_correction} corrects what --old-logprobs rollout has in its ratio "
             "already: leave one of them out"
         )
+    if args.old_logprobs == "update":
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        needs_pass = {
+            f"--update-epochs {args.update_epochs}": args.update_epochs > 1,
+            f"--global-batch-size {args.global_batch_size} of {samples} samples": (args.global_batch_size or samples)
+            < samples,
+            f"--rollout-correction {args.rollout_correction}": args.rollout_correction != "none",
+            "--rollout-reject": bool(args.rollout_reject),
+            "--kl-in reward": bool(args.kl_coef) and args.kl_in == "reward",
+            "--kl-target": args.kl_target is not None,
+        }
+        if found := [flag for flag, needs in needs_pass.items() if needs]:
+            raise ValueError(f"--old-logprobs update is for one optimizer step a rollout, without {', '.join(found)}")
+    if args.kl_coef:
+        check_reference(args, hf, longest)
     if args.kl_target is not None and not args.kl_coef:
         raise ValueError(f"--kl-target {args.kl_target} adapts --kl-coef, which is 0")
 
@@ -282,21 +298,6 @@ def validate_dpo(args: argparse.Namespace, hf: HFConfig) -> None:
             f"a pair of up to 2 x --max-length {args.max_length} tokens does not fit --max-tokens-per-micro-batch "
             f"{args.max_tokens_per_micro_batch}: both halves of a pair go into one micro-batch"
         )
-    if args.old_logprobs == "update":
-        samples = args.rollout_batch_size * args.n_samples_per_prompt
-        needs_pass = {
-            f"--update-epochs {args.update_epochs}": args.update_epochs > 1,
-            f"--global-batch-size {args.global_batch_size} of {samples} samples": (args.global_batch_size or samples)
-            < samples,
-            f"--rollout-correction {args.rollout_correction}": args.rollout_correction != "none",
-            "--rollout-reject": bool(args.rollout_reject),
-            "--kl-in reward": bool(args.kl_coef) and args.kl_in == "reward",
-            "--kl-target": args.kl_target is not None,
-        }
-        if found := [flag for flag, needs in needs_pass.items() if needs]:
-            raise ValueError(f"--old-logprobs update is for one optimizer step a rollout, without {', '.join(found)}")
-    if args.kl_coef:
-        check_reference(args, hf, longest)
     if args.max_prompt_length >= args.max_length:
         raise ValueError(
             f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion within --max-length "
@@ -315,6 +316,10 @@ def validate_dpo(args: argparse.Namespace, hf: HFConfig) -> None:
         length_normalize=args.length_normalize,
     )
     check_preference_options(args.dpo_loss, options, free)
+    if not free:
+        check_reference(args, hf, args.max_length)
+        if args.reference_cache is not None:
+            check_output(args.reference_cache, "--reference-cache")
 
 
 def _validate_batches(args: argparse.Namespace) -> None:
@@ -332,10 +337,6 @@ def sampling_warnings(args: argparse.Namespace) -> list[str]:
     changed = [f"--top-p {args.top_p}"] if args.top_p < 1 else []
     changed += [f"--top-k {args.top_k}"] if args.top_k > 0 else []
     changed += [f"--min-response-length {args.min_response_length}"] if args.min_response_length else []
-    if not free:
-        check_reference(args, hf, args.max_length)
-        if args.reference_cache is not None:
-            check_output(args.reference_cache, "--reference-cache")
     if not changed:
         return []
     return [
