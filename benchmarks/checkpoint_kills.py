@@ -47,12 +47,12 @@ def start(folder: Path, name: str, ranks: int, iters: int, *extra: str) -> subpr
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
-def kill(process: subprocess.Popen, only_one: bool) -> None:
+def kill(process: subprocess.Popen, only_one: bool, dice: random.Random) -> None:
     """SIGKILL for one rank (torchrun ends the rest), or for all and torchrun at once."""
     root = psutil.Process(process.pid)
     everyone = [root, *root.children(recursive=True)]
     ranks = [p for p in everyone[1:] if "train_ppo.py" in " ".join(p.cmdline())]
-    for victim in ranks[-1:] if only_one and ranks else everyone:
+    for victim in dice.sample(ranks, 1) if only_one and ranks else everyone:
         try:
             victim.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
@@ -75,7 +75,7 @@ def live_and_die(process: subprocess.Popen, log: Path, dice: random.Random, with
     if process.poll() is not None:
         return None
     one = dice.random() < 0.5
-    kill(process, one)
+    kill(process, one, dice)
     said = [line for line in log.read_text().splitlines() if line.startswith(STAGES)]
     return f"{'one rank' if one else 'all'} {'while starting' if early else 'after'} {said[-1][:40] if said else ''}"
 
@@ -84,7 +84,7 @@ def end_of(save: Path) -> dict[str, object]:
     """Digests of all tensors and generators of the last checkpoint, and the script's state in it."""
     last = sorted(save.glob("iter_" + "[0-9]" * 7))[-1]
     files = json.loads((last / "integrity.json").read_text())["files"]
-    kept = {name: entry["sha256"] for name, entry in files.items() if name.endswith((".distcp", ".pt"))}
+    kept = {name: entry["xxh3_128"] for name, entry in files.items() if name.endswith((".distcp", ".pt"))}
     return {"name": last.name, "state": json.loads((last / "state.json").read_text())["state"], **kept}
 
 

@@ -4,10 +4,13 @@
 
 PLAN is a list of scenes: {"name", "flags", "steps"}; a scene builds policy and critic in the layout of its
 flags, loads, makes so many optimizer steps, saves after each, and says what it did. "limit": files larger than so many
-bytes fail from the second save on, as on a full disk; "error": the scene is to fail, and says how.
+bytes fail from the second save on, as on a full disk; "flip": a file whose last byte is another one during the scene;
+"export": a folder that gets policy and critic as Hugging Face folders at the end; "error": the scene is to fail, and
+says how.
 """
 
 import json
+import os
 import resource
 import sys
 from typing import Any
@@ -24,7 +27,7 @@ from megatron_rl.data.packing import PackingOptions, plan_micro_batches
 from megatron_rl.failure import ending_together
 from megatron_rl.flags import PPO
 from megatron_rl.initialize import Topology, initialize
-from megatron_rl.roles import Role, build_critic, build_policy
+from megatron_rl.roles import Role, build_critic, build_policy, export_role
 from megatron_rl.step import train_step
 
 
@@ -71,8 +74,18 @@ def play(scene: dict[str, Any]) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (scene["limit"], resource.RLIM_INFINITY))
         checkpoints.after_step(step, roles, {"position": step}, last=step == done + scene["steps"])
     checkpoints.close()
+    for role in filter(None, roles) if "export" in scene else ():
+        export_role(role, f"{scene['export']}/{role.name}", topology)
     with platform.megatron():
         parallel_state.destroy_model_parallel()
+
+
+def flip(file: str) -> None:
+    with open(file, "r+b") as raw:
+        raw.seek(-1, 2)
+        (byte,) = raw.read()
+        raw.seek(-1, 2)
+        raw.write(bytes([byte ^ 1]))
 
 
 def train(roles: list[Role | None], step: int, topology: Topology) -> None:
@@ -86,8 +99,13 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         scenes = json.load(file)
     for scene in scenes:
+        flips = [scene["flip"]] if "flip" in scene and os.environ["RANK"] == "0" else []
         try:
+            for file in flips:  # before rank 0 tells the others which checkpoints there are
+                flip(file)
             play(scene)
+            for file in flips:
+                flip(file)
         except (ValueError, OSError) as error:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             if "error" not in scene:

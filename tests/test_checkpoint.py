@@ -14,7 +14,7 @@ import pytest
 from models.tiny import tiny_model, tiny_tokenizer
 
 from megatron_rl.checkpoint import files
-from megatron_rl.checkpoint.files import check, latest_whole
+from megatron_rl.checkpoint.files import check_files, latest_whole
 
 
 def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:
@@ -43,6 +43,28 @@ def test_last_whole_checkpoint_is_found(tmp_path):
     assert latest_whole(newest) == newest
 
 
+def test_checkpoints_of_an_abandoned_run_are_left_aside(tmp_path):
+    """A run that went back to an older checkpoint is resumed from what it wrote, not from what it had given up."""
+    abandoned = [checkpoint(tmp_path, step) for step in (2, 4, 6)]
+    newest = checkpoint(tmp_path, 3)
+    said: list[str] = []
+    assert latest_whole(tmp_path, said.append) == newest
+    assert [str(path) in line for path, line in zip(abandoned[:0:-1], said, strict=True)] == [True, True]
+    assert "is left aside" in said[0]
+    (tmp_path / files.LATEST).unlink()
+    assert latest_whole(tmp_path) == abandoned[-1]
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_shares_of_the_files_are_all_of_them(tmp_path, parts):
+    """However many processes check a checkpoint, each broken file is found by one of them."""
+    folder = checkpoint(tmp_path, 1)
+    for name in files.contents(folder):
+        (folder / name).write_bytes(b"")
+    found = [problem for part in range(parts) for problem in check_files(folder, part, parts)]
+    assert len(found) == len(set(found)) == 2
+
+
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "manifest"])
 def test_broken_files_are_named(tmp_path, harm):
     """A shard that is cut, altered or gone is named and the one before taken; with none left it is an error."""
@@ -57,7 +79,7 @@ def test_broken_files_are_named(tmp_path, harm):
     else:
         shard = newer / files.MANIFEST
         shard.write_text("{")
-    (problem,) = check(newer)
+    (problem,) = check_files(newer)
     assert str(shard) in problem
     said: list[str] = []
     assert latest_whole(tmp_path, said.append) == older
@@ -105,7 +127,7 @@ def end_of(folder: Path) -> dict[str, object]:
     manifest = {
         name: value for name, value in files.read_manifest(folder).items() if name.endswith((".distcp", ".pt"))
     }
-    assert len(manifest) == 3  # policy, critic, generators
+    assert len(manifest) == 5  # two each of policy and critic, generators
     return manifest | {"state": json.loads((folder / "state.json").read_text())["state"]}
 
 
@@ -160,4 +182,4 @@ def test_sigterm_finishes_the_step_and_saves(tmp_path, task):
     text = log.read_text()
     assert "stopped by SIGTERM after step" in text
     (saved,) = files.checkpoints(tmp_path / "save")
-    assert check(saved) == [] and f"after step {files.step_of(saved)} of" in text
+    assert check_files(saved) == [] and f"after step {files.step_of(saved)} of" in text

@@ -73,7 +73,12 @@ def test_layouts_exchange_weights_and_optimizer(torchrun, tmp_path, model):
         ("and back", flags(model, 1, 1, "--no-use-distributed-optimizer", "--load", tmp_path / "g", "--save", e), 0),
     ]
     keys = ("name", "flags", "steps")
-    out = play(torchrun, tmp_path, 2, [dict(zip(keys, scene, strict=True)) for scene in scenes])
+    broken = a / "iter_0000003" / "critic" / "__1_0.distcp"
+    flipped = {"name": "broken", "flags": flags(model, 2, 1, "--load", a), "flip": str(broken)}
+    plan = [dict(zip(keys, scene, strict=True)) for scene in scenes]
+    out = play(torchrun, tmp_path, 2, [*plan, flipped])
+    assert f"broken: warning: iter_0000003 is broken: {broken} is corrupted" in out
+    assert f"broken: [load] {a / 'iter_0000002'}: step 2" in out
     for other in (b, c, d):
         for role in ("policy", "critic"):
             assert assert_same(a / "iter_0000002" / role, other / "iter_0000002" / role) > 50
@@ -84,6 +89,31 @@ def test_layouts_exchange_weights_and_optimizer(torchrun, tmp_path, model):
     one = tmp_path / "one"
     play(torchrun, tmp_path, 1, [{"name": "DP1", "flags": flags(model, 1, 1, "--load", d, "--save", one)}])
     assert_same(d / "iter_0000002" / "policy", one / "iter_0000002" / "policy")
+
+
+@pytest.mark.slow
+def test_export_of_a_trained_layout_is_that_of_one_rank(torchrun, tmp_path, model):
+    """What TP2 PP2 with two chunks a stage trained and exported is, bitwise, what one rank exports of its checkpoint,
+    and what the converter makes of it."""
+    here, one = tmp_path / "here", tmp_path / "one"
+    layout = flags(model, 2, 2, "--num-virtual-stages-per-pipeline-rank", 2, "--save", tmp_path / "save")
+    play(torchrun, tmp_path, 4, [{"name": "trains", "flags": layout, "steps": 2, "export": str(here)}])
+    loads = flags(model, 1, 1, "--load", tmp_path / "save")
+    play(torchrun, tmp_path, 1, [{"name": "one rank", "flags": loads, "export": str(one)}])
+    before = load_file(model / "model.safetensors")
+    for role in ("policy", "critic"):
+        tool = launch.ROOT / "tools/convert_megatron_to_hf.py"
+        back = ("--load", tmp_path / "save", "--save", tmp_path / "tool" / role, "--role", role)
+        launch.check(launch.run(sys.executable, tool, *back))
+        folders = [folder / role for folder in (here, one, tmp_path / "tool")]
+        first, *others = (load_file(folder / "model.safetensors") for folder in folders)
+        for other in others:
+            assert first.keys() == other.keys()
+            assert all(first[k].dtype == other[k].dtype and torch.equal(first[k], other[k]) for k in first)
+        configs = {(folder / "config.json").read_text() for folder in folders}
+        assert len(configs) == 1
+        trained = [k for k in first if k not in before or not torch.equal(before[k].to(first[k].dtype), first[k])]
+        assert len(trained) > 0.9 * len(first), "the run changed the weights"
 
 
 @pytest.mark.slow

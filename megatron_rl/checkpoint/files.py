@@ -4,7 +4,7 @@
     DIR/iter_0000010/critic/
     DIR/iter_0000010/rng/rank_00003.pt  generators of each rank
     DIR/iter_0000010/state.json         step, schedules, data position, arguments
-    DIR/iter_0000010/integrity.json     size and SHA-256 of every other file; written last
+    DIR/iter_0000010/integrity.json     size and digest (XXH3, 128 bits) of every other file; written last
     DIR/iter_0000012.partial/           being written, or left by a run that was killed meanwhile
     DIR/latest_checkpointed_iteration.txt
 
@@ -17,9 +17,16 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import xxhash
+
+Digest = tuple[int, str]  # size and XXH3 of 128 bits: against accidents, and faster than any disk
+
 PARTIAL, REMOVED = ".partial", ".removed"
+ALGORITHM = "xxh3_128"
+READERS = 4  # threads of a process that take digests
 MANIFEST, STATE = "integrity.json", "state.json"
 LATEST = "latest_checkpointed_iteration.txt"  # Megatron's name
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -53,10 +60,9 @@ def contents(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in paths if path != folder / MANIFEST)
 
 
-def digest(path: Path) -> tuple[int, str]:
-    """(size, SHA-256)."""
+def digest(path: Path) -> Digest:
     with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
         return file.tell(), found
 
 
@@ -79,47 +85,51 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_manifest(folder: Path, digests: dict[str, tuple[int, str]]) -> None:
+def write_manifest(folder: Path, digests: dict[str, Digest]) -> None:
     missing = set(contents(folder)) ^ digests.keys()
     assert not missing, f"the manifest and {folder} differ in {sorted(missing)}"
-    files = {name: {"bytes": size, "sha256": value} for name, (size, value) in sorted(digests.items())}
-    write_text(folder / MANIFEST, json.dumps({"algorithm": "sha256", "files": files}, indent=1) + "\n")
+    files = {name: {"bytes": size, ALGORITHM: value} for name, (size, value) in sorted(digests.items())}
+    write_text(folder / MANIFEST, json.dumps({"algorithm": ALGORITHM, "files": files}, indent=1) + "\n")
 
 
-def read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Name -> (size, SHA-256). ValueError where there is none that can be read."""
+def read_manifest(folder: Path) -> dict[str, Digest]:
+    """By name. ValueError where there is none that can be read."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+        return {name: (entry["bytes"], entry[ALGORITHM]) for name, entry in files.items()}
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / MANIFEST} cannot be read: {error}") from error
 
 
-def problem_of(folder: Path, name: str, expected: tuple[int, str]) -> str | None:
+def problem_of(folder: Path, name: str, expected: Digest) -> str | None:
     """What is wrong with one file of the manifest."""
     path, (size, value) = folder / name, expected
     try:
         found = path.stat().st_size
         if found != size:
             return f"{path} has {found:,} bytes instead of {size:,}"
-        return None if digest(path)[1] == value else f"{path} is corrupted: its SHA-256 is not that of the manifest"
+        return None if digest(path)[1] == value else f"{path} is corrupted: its digest is not that of the manifest"
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
 
 
-def latest_whole(folder: str | Path, show: Callable[[str], None] = print) -> Path | None:
+def latest_whole(
+    folder: str | Path, show: Callable[[str], None] = print, check: Callable[[Path], list[str]] | None = None
+) -> Path | None:
     """The newest checkpoint in `folder` whose files all have their digests; warns of each broken one that is newer.
 
-    None where no checkpoint was ever finished. ValueError where there are some and all are broken.
+    None where no checkpoint was ever finished. ValueError where there are some and all are broken. Checkpoints with
+    more steps than the last one written belong to a run that was gone back on: they are left aside, too.
+    `check`: in place of check_files.
     """
     folder = Path(folder)
     broken: list[str] = []
     for path in unfinished(folder):
         show(f"warning: {path} was never finished and is left aside")
-    for path in checkpoints(folder):
-        problems = check(path)
+    for path in candidates(folder, show):
+        problems = (check or check_files)(path)
         if not problems:
             return path
         broken.append(f"{path.name} is broken: {'; '.join(problems[:5])}")
@@ -129,13 +139,30 @@ def latest_whole(folder: str | Path, show: Callable[[str], None] = print) -> Pat
     return None
 
 
-def check(folder: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, each by name; empty where it is whole."""
+def candidates(folder: Path, show: Callable[[str], None]) -> list[Path]:
+    """checkpoints() without those that are newer than the last one written, where that one is there."""
+    found, latest = checkpoints(folder), folder / LATEST
+    last = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    if not last.isdigit() or not any(step_of(path) == int(last) for path in found):
+        return found
+    for path in found:
+        if (step_of(path) or 0) > int(last):
+            show(f"warning: {path} is left aside: it was written before {folder_name(int(last))}, the last one")
+    return [path for path in found if (step_of(path) or 0) <= int(last)]
+
+
+def check_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the files of a checkpoint, each by name; empty where it is whole.
+
+    `part` of `parts`: only a share of the files, so that several processes check all in that much less time.
+    """
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
         return [str(error)]
-    return [problem for name in manifest if (problem := problem_of(folder, name, manifest[name]))]
+    names = sorted(manifest, key=manifest.get)[part::parts]  # by size
+    with ThreadPoolExecutor(READERS) as threads:
+        return list(filter(None, threads.map(lambda name: problem_of(folder, name, manifest[name]), names)))
 
 
 def begin(folder: Path, step: int) -> Path:

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def load(
     """
     if args.load is None:
         return None
-    folder = _broadcast(lambda: files.latest_whole(args.load, show), topology)
+    folder = _latest_whole(args.load, topology, show)
     if folder is None:
         if args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load}: no checkpoint is there, and --exit-on-missing-checkpoint is given")
@@ -52,18 +53,33 @@ def load(
     return restore(folder, args, roles, topology, show)
 
 
-def _broadcast(find: Callable[[], Path | None], topology: Topology) -> Path | None:
-    """Rank 0's answer, or its ValueError, on every rank."""
-    answer: list[Any] = [None, None]
+def _latest_whole(folder: str, topology: Topology, show: Callable[[str], None]) -> Path | None:
+    """files.latest_whole, in which every rank checks its share of the files. All ranks see one file system."""
+
+    def told(message: Any) -> Any:
+        """Rank 0's."""
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=topology.cpu_group)
+        return box[0]
+
+    def check(path: Path) -> list[str]:
+        found: list[list[str]] = [[] for _ in range(topology.world_size)]
+        mine = files.check_files(path, topology.rank, topology.world_size)
+        dist.all_gather_object(found, mine, group=topology.cpu_group)
+        return list(dict.fromkeys(chain(*found)))
+
     if topology.is_main:
         try:
-            answer[0] = find()
+            whole = files.latest_whole(folder, show, lambda path: check(told(path)))
+            answer = told({"found": whole})
         except ValueError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0, group=topology.cpu_group)
-    if answer[1] is not None:
-        raise ValueError(answer[1])
-    return answer[0]
+            answer = told({"error": str(error)})
+    else:
+        while isinstance(answer := told(None), Path):
+            check(answer)
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer["found"]
 
 
 def restore(

@@ -2,18 +2,17 @@
 
 import argparse
 import json
-import os
-import queue
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from megatron_rl import platform
-from megatron_rl.checkpoint import files
+from megatron_rl.checkpoint import files, write
 from megatron_rl.checkpoint.state import optimizer_step, plain, role_state, save_rng, trained
 from megatron_rl.initialize import Topology
 from megatron_rl.metrics import bytes_text, timed
@@ -22,7 +21,7 @@ from megatron_rl.roles import Role
 from megatron_rl.weights.dist_io import HF
 from megatron_rl.weights.hf_io import write_beside
 
-Digests = dict[str, tuple[int, str]]
+Digests = dict[str, files.Digest]
 
 
 @dataclass
@@ -41,10 +40,13 @@ class _Job:
         """Writes this rank's tensors and takes the digests of its files. Keeps an error for the next meeting."""
         try:
             for request in self.requests:
-                self.names += [str(Path(name).relative_to(self.partial)) for name in _write(request)]
-            self.digests = {name: files.digest(self.partial / name) for name in self.names}
+                written = write.write(request)
+                self.digests |= {str(path.relative_to(self.partial)): digest for path, digest in written.items()}
+            self.digests |= {name: files.digest(self.partial / name) for name in self.names}
         except OSError as error:
             self.error = f"{error.filename or self.partial}: {error.strerror or error}"
+        except Exception as error:  # of a thread, it would come out nowhere
+            self.error = f"{type(error).__name__}: {error}"
 
 
 class Checkpoints:
@@ -68,7 +70,6 @@ class Checkpoints:
         self._interval, self._keep_last, self._asynchronous = interval, keep_last, asynchronous
         self._arguments, self._topology, self._show = arguments, topology, show
         self._job: _Job | None = None
-        self._saved: int | None = None  # the last step that was saved
 
     def after_step(
         self, step: int, roles: list[Role | None], state: Mapping[str, Any], last: bool = False, stop: bool = False
@@ -130,9 +131,9 @@ class Checkpoints:
             for role in roles:
                 with role.memory.for_training():
                     role.memory.wait_for_optimizer()
-                    request = _request(role_state(role, loading=False), partial / role.name)
+                    request = write.request(role_state(role, loading=False), partial / role.name)
                     apart = self._asynchronous or role.memory.options != ALL_STAY  # it leaves before writing
-                    job.requests.append(_snapshot(request, apart))
+                    job.requests.append(write.snapshot(request, apart))
         self._agree(error, partial)
         return job
 
@@ -165,12 +166,15 @@ class Checkpoints:
             job.thread.join()
         self._agree(job.error, job.partial)
         before = set(files.contents(job.partial)) if self._topology.is_main else set()
-        error = None
         try:
             with platform.megatron():
                 for request in job.requests:
                     for finalize in request.finalize_fns:
                         finalize()
+        except OSError as refusal:  # the others wait for this rank in megatron-core's barrier: they end with it
+            self._give_up(f"{refusal.filename or job.partial}: {refusal.strerror}", job.partial)
+        error = None
+        try:
             gathered: list[Digests | None] = [None] * self._topology.world_size
             dist.all_gather_object(gathered, job.digests, group=self._topology.cpu_group)
             if self._topology.is_main:
@@ -186,7 +190,6 @@ class Checkpoints:
         except OSError as refusal:
             error = f"{refusal.filename or job.partial}: {refusal.strerror}"
         self._agree(error, job.partial)
-        self._saved = job.step
 
     _size = ""
 
@@ -195,11 +198,12 @@ class Checkpoints:
         errors: list[str | None] = [None] * self._topology.world_size
         dist.all_gather_object(errors, error, group=self._topology.cpu_group)
         if first := next(filter(None, errors), None):
-            if self._topology.is_main:
-                import shutil
+            self._give_up(first, partial)
 
-                shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(f"the checkpoint could not be written: {first}; earlier ones in {self.folder} are whole")
+    def _give_up(self, error: str, partial: Path) -> NoReturn:
+        if self._topology.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"the checkpoint could not be written: {error}; earlier ones in {self.folder} are whole")
 
 
 def open_checkpoints(args: argparse.Namespace, topology: Topology, show: Callable[[str], None]) -> Checkpoints:
@@ -213,57 +217,3 @@ def _any(value: bool, topology: Topology) -> bool:
     flag = torch.tensor([int(value)])
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=topology.cpu_group)
     return bool(flag)
-
-
-def _request(state: dict[str, Any], folder: Path) -> Any:
-    """megatron-core's plan of this rank's writes into `folder`."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    folder.mkdir(exist_ok=True)
-    # its writer hands results over through a queue, by default one of a server process that it starts for that
-    filesystem_async._results_queue = queue.Queue()
-    return dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
-
-
-def _snapshot(request: Any, apart: bool) -> Any:
-    """The request with its tensors on the host; `apart` from what training goes on to change."""
-    if request.async_fn is None:
-        return request
-    rank, _, results = request.async_fn_args
-    buckets = request.preload_fn()
-    if apart and platform.device_type() == "cpu":
-        buckets = [
-            (path, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
-            for path, key, (objects, tensors) in buckets
-        ]
-    return request._replace(async_fn_args=(rank, buckets, results), preload_fn=None)
-
-
-def _write(request: Any) -> list[str]:
-    """Writes the request's files and gives their names. The errors are those of the disk."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    if request.async_fn is None:
-        return []
-    transforms, _ = request.async_fn.args
-    _, buckets, results = request.async_fn_args
-    written = {}
-    for i, bucket in enumerate(buckets):
-        _, outcome = FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, None, None, use_fsync=True)
-        if isinstance(outcome, RuntimeError):  # torch's zip writer says that a write failed, but not why
-            _ask_the_disk(bucket[0], outcome)
-        if isinstance(outcome, Exception):
-            raise outcome
-        written[i] = outcome
-    results.put(written)
-    return [path for path, _, _ in buckets]
-
-
-def _ask_the_disk(path: str, failure: RuntimeError) -> None:
-    """Raises what the disk says to one more megabyte in the file; OSError with the failure's words if it takes it."""
-    with open(path, "ab") as file:
-        file.write(bytes(1 << 20))
-        file.flush()
-        os.fsync(file.fileno())
-    raise OSError(None, str(failure).splitlines()[0], path) from failure

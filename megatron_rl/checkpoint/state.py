@@ -1,7 +1,9 @@
 """What a checkpoint holds: weights and optimizer of each trained role as sharded tensors, generators of each rank."""
 
 import argparse
+import io
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import torch
 
 from megatron_rl import platform
+from megatron_rl.checkpoint.gather import gathering_once
 from megatron_rl.initialize import Topology
 from megatron_rl.platform import RngState
 from megatron_rl.roles import Role
@@ -43,9 +46,10 @@ def role_state(role: Role, loading: bool) -> dict[str, Any]:
     """megatron-core's sharded state of weights and optimizer; call it inside platform.megatron(), on every rank."""
     state = model_state(role.chunks)
     begin_optimizer(role.optimizer)
-    # a copy: the optimizer pops what it has matched
-    state["optimizer"] = role.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(METADATA))
-    return state
+    with nullcontext() if loading else gathering_once(role.optimizer):
+        # a copy: the optimizer pops what it has matched
+        whole = role.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(METADATA))
+    return state | {"optimizer": whole}
 
 
 def begin_optimizer(optimizer: Any) -> None:
@@ -119,10 +123,10 @@ def save_rng(folder: Path, topology: Topology) -> str:
     (folder / "rng").mkdir(exist_ok=True)
     tracked = {key: value.cpu() for key, value in get_cuda_rng_tracker().get_states().items()}
     numpy = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
-    torch.save(
-        {"python": state.python, "numpy": numpy, "cpu": state.cpu, "cuda": state.cuda, "megatron": tracked},
-        folder / name,
-    )
+    saved = {"python": state.python, "numpy": numpy, "cpu": state.cpu, "cuda": state.cuda, "megatron": tracked}
+    buffer = io.BytesIO()  # torch.save does not say why it cannot write to a file
+    torch.save(saved, buffer)
+    (folder / name).write_bytes(buffer.getvalue())
     return name
 
 
