@@ -9,10 +9,12 @@ from models.tiny import tiny_model
 from ppo_cases import FLAGS, bare_batch
 from torch import Tensor
 
-from megatron_rl import builders, platform
+from megatron_rl import builders
 from megatron_rl.algorithms.losses import loss_weights
 from megatron_rl.arguments import parse
 from megatron_rl.batch import Batch
+from megatron_rl.checkpoint.load import load
+from megatron_rl.checkpoint.save import open_checkpoints
 from megatron_rl.data.packing import PackingOptions, plan_micro_batches
 from megatron_rl.flags import PPO
 from megatron_rl.initialize import Topology
@@ -68,14 +70,15 @@ def state_of(role: Role) -> list[Tensor]:
     return found
 
 
-def run(folder: Path, topology: Topology, *flags: str) -> list[Tensor]:
-    """Three steps with log-prob passes between: all that was computed, and the state in the end."""
+def run(folder: Path, topology: Topology, *flags: str, saved: Path | None = None) -> list[Tensor]:
+    """Three steps with log-prob passes between: all that was computed, and the state in the end. With `saved` the
+    third step is that of new roles, which go on from a checkpoint there."""
     roles, losses = roles_of(folder, topology, *flags)
     given, seen = batch(), []
     plan = plan_micro_batches([len(s) for s in given.sequences], 1, PackingOptions(4096, 3))
-    for role in roles.values():
-        role.memory.leave()
-    for _ in range(3):
+    for number in range(3):
+        for role in roles.values():
+            role.memory.leave()
         for role in roles.values():
             seen.append(forward_only(role, given, plan, topology))
         for name, loss in losses.items():
@@ -83,6 +86,14 @@ def run(folder: Path, topology: Topology, *flags: str) -> list[Tensor]:
                 for _ in range(2):
                     done = train_step(roles[name], given, plan, loss, topology)
                     seen.append(torch.tensor(done.grad_norm))
+        if saved is not None and number == 1:
+            where = ("--save", str(saved), "--load", str(saved))
+            args = parse("train_ppo.py", PPO, ["--hf-model", str(folder), *FLAGS, *flags, *where])
+            open_checkpoints(args, topology, lambda text: None).after_step(2, list(roles.values()), {}, last=True)
+            roles, losses = roles_of(folder, topology, *flags)
+            for role in roles.values():
+                role.memory.leave()
+            assert load(args, list(roles.values()), topology, lambda text: None).step == 2
     for name in losses:
         with roles[name].memory.for_training():
             roles[name].memory.wait_for_optimizer()
@@ -90,16 +101,18 @@ def run(folder: Path, topology: Topology, *flags: str) -> list[Tensor]:
     return seen
 
 
-def check_bitwise(folder: Path, topology: Topology, mode: str) -> None:
-    plain, away = run(folder, topology, *MODES[mode]), run(folder, topology, *MODES[mode], *OFFLOAD)
-    assert len(plain) == len(away) > 40
-    assert all(torch.equal(a, b) for a, b in zip(plain, away, strict=True))
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 40 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_offloaded_training_is_bitwise(mode: str, alone: Topology, tmp_path: Path):
-    """With every flag, three steps of policy, critic and reference give the very bits that they give without."""
-    check_bitwise(tiny_model(tmp_path, "llama3", num_hidden_layers=2), alone, mode)
+    """With every flag, three steps of policy, critic and reference give the very bits that they give without; also
+    where a run of new roles goes on from a checkpoint of the second step."""
+    folder, flags = tiny_model(tmp_path / "model", "llama3", num_hidden_layers=2), MODES[mode]
+    plain = run(folder, alone, *flags)
+    assert same(plain, run(folder, alone, *flags, *OFFLOAD))
+    assert same(plain, run(folder, alone, *flags, *OFFLOAD, saved=tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -126,26 +139,29 @@ def test_nothing_of_it_is_on_the_device(mode: str, alone: Topology, tmp_path: Pa
         assert not stays, name
 
 
+LARGER = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_offloaded_training_is_bitwise_on_cuda(mode: str, alone: Topology, tmp_path: Path):
     """The same on CUDA, where the copies run beside the computation, with a model large enough to take some time."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        folder = tiny_model(tmp_path, "llama3", num_hidden_layers=4, hidden_size=1024, intermediate_size=4096)
-        check_bitwise(folder, alone, mode)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    folder, flags = tiny_model(tmp_path / "model", "llama3", num_hidden_layers=4, **LARGER), MODES[mode]
+    plain = run(folder, alone, *flags)
+    assert same(plain, run(folder, alone, *flags)), "the kernels themselves must repeat their bits"
+    assert same(plain, run(folder, alone, *flags, *OFFLOAD))
+    assert same(plain, run(folder, alone, *flags, *OFFLOAD, saved=tmp_path / "saved"))
 
 
 @pytest.mark.gpu
 def test_device_memory_falls_by_the_predicted_bytes(alone: Topology, tmp_path: Path):
     """On CUDA 16 bytes a trained parameter leave, and 2 of critic and reference; nothing grows over ten steps."""
-    sizes = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096}
-    roles, losses = roles_of(tiny_model(tmp_path, "llama3", **sizes), alone, *OFFLOAD)
+    roles, losses = roles_of(tiny_model(tmp_path, "llama3", num_hidden_layers=4, **LARGER), alone, *OFFLOAD)
     given = batch()
     plan = plan_micro_batches([len(s) for s in given.sequences], 1, PackingOptions(4096))
     counts = {name: sum(p.numel() for c in role.chunks for p in c.parameters()) for name, role in roles.items()}
+    for role in roles.values():
+        role.memory.leave()
     away, host = [], []
     for _ in range(10):
         for name, loss in losses.items():
@@ -153,15 +169,14 @@ def test_device_memory_falls_by_the_predicted_bytes(alone: Topology, tmp_path: P
                 train_step(roles[name], given, plan, loss, alone)
                 torch.cuda.synchronize()
                 inside = torch.cuda.memory_allocated()
-            own = 16 + (2 if name == "critic" else 0)
             fell = inside - torch.cuda.memory_allocated()
+            own = 16 + (2 if name == "critic" else 0)
             assert fell == pytest.approx(own * counts[name], rel=0.01), name
-        for role in roles.values():
-            role.memory.leave()
+        forward_only(roles["reference"], given, plan, alone)
         torch.cuda.synchronize()
         away.append(torch.cuda.memory_allocated())
         with open("/proc/self/statm") as file:
             host.append(int(file.read().split()[1]))
     assert away[2:] == [away[2]] * 8
-    assert away[2] < 2.2 * counts["policy"] + (32 << 20)  # the policy's weights, and what little else there is
-    assert platform.memory_allocated() == away[-1] and max(host[3:]) - min(host[3:]) < 2000  # pages
+    assert away[2] < 2 * counts["policy"] + (100 << 20)  # the policy's weights, and what little else there is
+    assert max(host[3:]) - min(host[3:]) < 2000  # pages
