@@ -121,6 +121,8 @@ def measure(run: Run, batch: Batch, policy: Role, critic: Role | None, reference
     )
     if run.args.old_logprobs == "rollout":  # the ratio of the loss then carries what the engine does differently
         return replace(batch, old_logprobs_BR=batch.rollout_logprobs_BR)
+    if run.args.old_logprobs == "update":  # one optimizer step: its own forward pass gives them
+        return batch
     logprobs_BR, entropy_BR = ask(policy)
     options = builders.correction_options(run.args)
     correction = rollout_correction(logprobs_BR, batch.rollout_logprobs_BR, batch.mask_BR, options)
@@ -132,7 +134,7 @@ def estimate(run: Run, batch: Batch, rollout: Rollout, kl: KLController) -> tupl
     """Advantages and returns from rewards, KL and values; the next step's KL coefficient."""
     args, mask_BR = run.args, batch.mask_BR
     rewards_BR, penalised = place_on_last_token(rollout.rewards_B, mask_BR), None
-    if batch.ref_logprobs_BR is not None:
+    if batch.ref_logprobs_BR is not None and batch.old_logprobs_BR is not None:
         coefficient = kl.coefficient if args.kl_in == "reward" else 0.0
         penalised = kl_in_reward(
             rewards_BR, batch.old_logprobs_BR, batch.ref_logprobs_BR, mask_BR, coefficient, args.kl_estimator
@@ -151,7 +153,7 @@ def update(run: Run, batch: Batch, policy: Role, critic: Role | None, kl: KLCont
     args, topology = run.args, run.topology
     trained = [(critic, builders.value_loss_of(args))] if critic else []
     if step > args.critic_warmup_iters:
-        trained.append((policy, builders.policy_loss_of(args, kl.coefficient)))
+        trained.append((policy, builders.policy_loss_of(args, kl.coefficient, int(batch.mask_BR.sum()))))
     reports: dict[str, list[StepReport]] = {role.name: [] for role, _ in trained}
     for role, loss in trained:
         with role.memory.for_training():  # its gradients and optimizer state are on the device, no other role's

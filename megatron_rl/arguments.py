@@ -10,6 +10,8 @@ import megatron_rl
 from megatron_rl.models.config import HFConfig, Sizes, check_layout, check_length, read_hf_config
 from megatron_rl.models.overrides import parse_overrides
 
+ENGINE_DTYPES = ("bfloat16", "float16", "float32")  # of --vllm-args dtype
+
 
 class _Formatter(argparse.HelpFormatter):
     """Every help text ends with its default."""
@@ -220,13 +222,7 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
     rollout_tp = args.rollout_tensor_parallel_size or args.tensor_model_parallel_size
     if ranks % rollout_tp:
         raise ValueError(f"--rollout-tensor-parallel-size {rollout_tp} does not divide the {ranks} ranks")
-    if args.rollout_backend == "hf" and rollout_tp > 1:
-        raise ValueError(
-            f"--rollout-backend hf holds the whole model on every rank: --rollout-tensor-parallel-size {rollout_tp} "
-            "(by default the training's) must be 1"
-        )
-    if args.rollout_backend == "hf" and args.vllm_args:
-        raise ValueError(f"--vllm-args {' '.join(args.vllm_args)} has no use with --rollout-backend hf")
+    _validate_engine(args, rollout_tp)
     if hf.heads % rollout_tp:
         raise ValueError(f"--rollout-tensor-parallel-size {rollout_tp} does not divide {hf.heads} attention heads")
     _validate_batches(args)
@@ -261,6 +257,15 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
         raise ValueError(f"--dual-clip {args.dual_clip} must be above 1")
     if args.kl_in == "loss" and args.kl_coef and args.kl_estimator == "k1":
         raise ValueError("--kl-estimator k1 has no gradient on average as a loss: with --kl-in loss take k2 or k3")
+    check_old_logprobs(args)
+    if args.kl_coef:
+        check_reference(args, hf, longest)
+    if args.kl_target is not None and not args.kl_coef:
+        raise ValueError(f"--kl-target {args.kl_target} adapts --kl-coef, which is 0")
+
+
+def check_old_logprobs(args: argparse.Namespace) -> None:
+    """ValueError where the ratio's denominator does not go with the other flags."""
     if args.old_logprobs == "rollout" and args.rollout_correction != "none":
         raise ValueError(
             f"--rollout-correction {args.rollout_correction} corrects what --old-logprobs rollout has in its ratio "
@@ -279,10 +284,6 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
         }
         if found := [flag for flag, needs in needs_pass.items() if needs]:
             raise ValueError(f"--old-logprobs update is for one optimizer step a rollout, without {', '.join(found)}")
-    if args.kl_coef:
-        check_reference(args, hf, longest)
-    if args.kl_target is not None and not args.kl_coef:
-        raise ValueError(f"--kl-target {args.kl_target} adapts --kl-coef, which is 0")
 
 
 def validate_dpo(args: argparse.Namespace, hf: HFConfig) -> None:
@@ -320,6 +321,25 @@ def validate_dpo(args: argparse.Namespace, hf: HFConfig) -> None:
         check_reference(args, hf, args.max_length)
         if args.reference_cache is not None:
             check_output(args.reference_cache, "--reference-cache")
+
+
+def _validate_engine(args: argparse.Namespace, rollout_tp: int) -> None:
+    if args.rollout_backend == "hf" and rollout_tp > 1:
+        raise ValueError(
+            f"--rollout-backend hf holds the whole model on every rank: --rollout-tensor-parallel-size {rollout_tp} "
+            "(by default the training's) must be 1"
+        )
+    if args.rollout_backend == "hf" and args.vllm_args:
+        raise ValueError(f"--vllm-args {' '.join(args.vllm_args)} has no use with --rollout-backend hf")
+    training = "bfloat16" if args.bf16 else "float32"
+    dtype = args.vllm_args.get("dtype", training)
+    if dtype not in ENGINE_DTYPES:
+        raise ValueError(f"--vllm-args dtype={dtype} is none of {', '.join(ENGINE_DTYPES)}")
+    if dtype != training and args.rollout_weights == "alias":
+        raise ValueError(
+            f"--vllm-args dtype={dtype}: an engine cannot share the memory of training's {training}; give "
+            "--rollout-weights copy"
+        )
 
 
 def _validate_batches(args: argparse.Namespace) -> None:

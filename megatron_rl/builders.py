@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from megatron_rl import platform
 from megatron_rl.algorithms.corrections import CorrectionOptions, parse_rejection
 from megatron_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
@@ -154,7 +156,7 @@ def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: T
     weights = trained_weights(policy, topology)
     options = EngineOptions(
         max_model_len=args.max_prompt_length + args.max_response_length,
-        dtype=policy.options.params_dtype,
+        dtype=rollout_dtype(args),
         tensor_parallel_size=tp,
         kv_cache_bytes=_kv_cache_bytes(args, roles, tp, topology) if args.rollout_backend == "vllm" else None,
         share_weights=args.rollout_weights == "alias",
@@ -162,10 +164,16 @@ def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: T
         bucket_bytes=int(args.reshard_bucket_mb * (1 << 20)),
         with_tokenizer=bool(args.stop),
         seed=args.seed,
-        vllm_args=args.vllm_args,
+        vllm_args={key: value for key, value in args.vllm_args.items() if key != "dtype"},
     )
     backend = {"vllm": Engine, "hf": HFEngine}[args.rollout_backend]
     return backend(policy.folder, options, topology, weights)
+
+
+def rollout_dtype(args: argparse.Namespace) -> torch.dtype:
+    """Training's, or that of --vllm-args dtype."""
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    return dtypes[args.vllm_args.get("dtype", "bfloat16" if args.bf16 else "float32")]
 
 
 def _placement(
@@ -187,7 +195,7 @@ def _kv_cache_bytes(args: argparse.Namespace, roles: list[Role | None], tp: int,
     if args.kv_cache_gb is not None:
         return int(args.kv_cache_gb * 1e9)
     hf, block = roles[0].hf, 128  # tokens; what vLLM rounds a sequence up to, at most
-    a_token = 2 * hf.layers * max(1, hf.kv_heads // tp) * hf.head_dim * (2 if args.bf16 else 4)
+    a_token = 2 * hf.layers * max(1, hf.kv_heads // tp) * hf.head_dim * rollout_dtype(args).itemsize
     a_sequence = (-(-(args.max_prompt_length + args.max_response_length) // block) + 1) * block * a_token
     replicas = topology.world_size // tp
     wanted = -(-args.rollout_batch_size * args.n_samples_per_prompt // replicas) * a_sequence
@@ -249,11 +257,13 @@ def correction_options(args: argparse.Namespace) -> CorrectionOptions:
     )
 
 
-def policy_loss_of(args: argparse.Namespace, kl_coefficient: float) -> Loss:
-    """The policy's objective. With --kl-in loss the KL acts in it."""
+def policy_loss_of(args: argparse.Namespace, kl_coefficient: float, tokens: int = 1) -> Loss:
+    """The policy's objective, `tokens` being the response tokens of the step. With --kl-in loss the KL acts in it."""
     options = PolicyLossOptions(args.clip_low, args.clip_high, args.dual_clip)
     in_loss = kl_coefficient if args.kl_in == "loss" else 0.0
-    return policy_objective(PolicyObjective(args.policy_loss, options, args.entropy_coef, in_loss, args.kl_estimator))
+    return policy_objective(
+        PolicyObjective(args.policy_loss, options, args.entropy_coef, in_loss, args.kl_estimator, tokens)
+    )
 
 
 def value_loss_of(args: argparse.Namespace) -> Loss:

@@ -144,8 +144,8 @@ def _rollout(group: Group) -> None:
     add("--n-samples-per-prompt", type=count, default=1, metavar="N",
         help="responses generated for each prompt")
     add("--rollout-backend", default="vllm", choices=["vllm", "hf"],
-        help="what generates; hf: transformers' generate, many times slower, with a second copy of the whole model on "
-             "every rank. It is for comparison with vllm only, on the CPU or one GPU")
+        help="what generates; hf: transformers' generate, in batches of 64, on a second copy of the whole model on every "
+             "rank. It is for comparison with vllm only, on the CPU or one GPU")
     add("--rollout-tensor-parallel-size", type=count, default=None, metavar="N",
         help="ranks that share one vLLM engine; default: the training's tensor parallel size")
     switch(group, "--dynamic-sampling", False,
@@ -171,7 +171,8 @@ def _rollout(group: Group) -> None:
     add("--log-samples", type=count0, default=2, metavar="N",
         help="samples of each step that samples.jsonl keeps")
     add("--rollout-weights", default="alias", choices=["alias", "copy"],
-        help="alias: the engine reads the trainer's memory where the bytes agree; copy: it has its own")
+        help="alias: the engine reads the trainer's memory where the bytes agree; copy: it has its own, "
+        "and --vllm-args dtype may be another than training's")
     add("--rollout-placement", default="overlap", choices=["overlap", "consecutive"],
         help="ranks that share an engine: those of a node that already hold the most of what they need, or neighbours")
     add("--reshard-bucket-mb", type=amount, default=256, metavar="MB",
@@ -236,8 +237,9 @@ def _algorithm(group: Group) -> None:
     add("--kl-estimator", default="k1", choices=list(KL_ESTIMATORS), help="estimator of the KL per token")
     add("--kl-target", type=amount, default=None, metavar="NATS",
         help="adapt --kl-coef so that the KL per sequence is this; default: fixed")
-    add("--old-logprobs", default="trainer", choices=["trainer", "rollout"],
-        help="the ratio's denominator: a pass of the trainer, or the engine's own log-probabilities (saves the pass)")
+    add("--old-logprobs", default="trainer", choices=["trainer", "rollout", "update"],
+        help="the ratio's denominator: a pass of the trainer, the engine's own log-probabilities, or, with one "
+        "optimizer step a rollout, the update's own ones (the ratio is 1); the last two save the pass")
     add("--rollout-correction", default="none", choices=list(IMPORTANCE_LEVELS),
         help="importance weights of trainer over engine probabilities on the policy loss, per token or per response")
     add("--rollout-correction-threshold", type=amount, default=2.0, metavar="C",

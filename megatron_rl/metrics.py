@@ -62,6 +62,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/approx_kl": ("nats", "k1 estimate of KL(old policy || policy) per token during the update"),
     "policy/approx_kl_k3": ("nats", "k3 estimate of it"),
     "policy/entropy": ("nats", "mean entropy of the policy per response token, before the update"),
+    "policy/engine_diff": ("nats", "correction/logprob_diff_mean, where --old-logprobs update leaves its pass out"),
+    "policy/engine_k3": ("nats", "correction/kl_k3, likewise"),
     "policy/kl": ("nats", "KL estimate to the reference in the loss, mean over optimizer steps"),
     "critic/loss": ("1", "value loss, mean over optimizer steps"),
     "critic/grad_norm": ("1", "global gradient norm before clipping, mean over optimizer steps"),
@@ -205,7 +207,7 @@ class Recorder:
             means = {name: sum(m[name] for m in taken) / len(taken) for name in (taken[0] if taken else ())}
             self.keep({f"{role}/{name}": value for name, value in means.items()})
             self.keep({f"{role}/learning_rate": steps[-1].learning_rate, f"{role}/skipped_steps": skipped})
-            shown = ("loss", "approx_kl_k3", "clip_fraction", "value_error", "grad_norm")
+            shown = ("loss", "approx_kl_k3", "clip_fraction", "value_error", "engine_diff", "grad_norm")
             text = ", ".join(f"{name.replace('_', ' ')} {means[name]:.4g}" for name in shown if name in means)
             lost = f"{skipped} SKIPPED" if skipped else ""
             self.print(f"[{role}] {len(steps)} optimizer steps: {', '.join(filter(None, (text, lost)))}")

@@ -22,17 +22,21 @@ class PolicyObjective:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0  # 0 where the KL acts in the reward, or not at all
     kl_estimator: str = "k3"
+    tokens: int = 1  # response tokens of the step's only optimizer batch, where it has no old log-probabilities
 
 
 def policy_objective(objective: PolicyObjective) -> Loss:
-    """The policy's loss on rows (log-probabilities, entropies) of the language-model head."""
+    """The policy's loss on rows (log-probabilities, entropies) of the language-model head.
+
+    Without old log-probabilities the current ones stand for them, detached: the ratio is 1 and has its gradient.
+    """
 
     def loss(out_2K: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs_K, entropy_K = out_2K
         total, metrics = policy_loss(
             objective.name,
             logprobs_K,
-            micro.old_logprobs_K,
+            logprobs_K.detach() if micro.old_logprobs_K is None else micro.old_logprobs_K,
             micro.advantages_K,
             micro.weights_K,
             micro.sequence_K,
@@ -40,6 +44,11 @@ def policy_objective(objective: PolicyObjective) -> Loss:
             objective.options,
             micro.correction_K,
         )
+        if micro.old_logprobs_K is None:
+            difference_K = logprobs_K.detach() - micro.rollout_logprobs_K
+            k3_K = difference_K.expm1() - difference_K
+            metrics |= {"engine_diff": difference_K.abs().sum() / objective.tokens}
+            metrics |= {"engine_k3": k3_K.sum() / objective.tokens}
         if objective.entropy_coef:
             bonus, entropy = entropy_loss(entropy_K, micro.weights_K, objective.entropy_coef)
             total, metrics = total + bonus, metrics | entropy
