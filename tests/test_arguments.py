@@ -9,7 +9,7 @@ import pytest
 from models.tiny import tiny_model, tiny_tokenizer
 
 import megatron_rl
-from megatron_rl.arguments import parse, validate_dpo, validate_ppo
+from megatron_rl.arguments import parse, sampling_warnings, validate_dpo, validate_ppo
 from megatron_rl.flags import DPO, PPO
 from megatron_rl.models.config import read_hf_config
 
@@ -195,6 +195,14 @@ def test_what_cannot_work_is_refused(
         validate_ppo(args, read_hf_config(args.hf_model))
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
+
+
+def test_what_changes_the_sampling_distribution_is_said_once(model: Path, data: Path):
+    """One warning names --top-p, --top-k and --min-response-length with their values; without them there is none."""
+    more = ["--top-p", 0.9, "--top-k", 20, "--min-response-length", 2]
+    (warning,) = sampling_warnings(parse("train_ppo.py", PPO, flags(model, data, *more)))
+    assert "--top-p 0.9 and --top-k 20 and --min-response-length 2" in warning and "importance ratio" in warning
+    assert sampling_warnings(parse("train_ppo.py", PPO, flags(model, data, "--temperature", 0.6))) == []
 
 
 def test_what_works_is_let_through(monkeypatch: pytest.MonkeyPatch, model: Path, data: Path):
