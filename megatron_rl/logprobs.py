@@ -68,10 +68,10 @@ def _add_product(into_vH: Tensor, grad_Cv: Tensor, hidden_CH: Tensor) -> None:
         into_vH += (grad_Cv.t() @ hidden_CH).float()
 
 
-def _local_labels(labels_C: Tensor, shard: VocabShard) -> Tensor:
+def _local_labels(labels_K: Tensor, shard: VocabShard) -> Tensor:
     """Column of each label in this shard, -1 where it is in another."""
-    local_C = labels_C - shard.first
-    return torch.where((local_C >= 0) & (local_C < shard.real), local_C, -1)
+    local_K = labels_K - shard.first
+    return torch.where((local_K >= 0) & (local_K < shard.real), local_K, -1)
 
 
 def _row_sums(logits_Cv: Tensor, options: LogprobOptions, real: int) -> Tensor:
@@ -134,27 +134,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_KH, weight_vH, labels_K, options: LogprobOptions, shard: VocabShard):  # type: ignore[override]
-        out_2K = torch.zeros(2, len(labels_K), dtype=torch.float32, device=hidden_KH.device)
-        lse_K = torch.empty(len(labels_K), dtype=torch.float32, device=hidden_KH.device)
+        sums_3K = torch.empty(3, len(labels_K), dtype=torch.float32, device=hidden_KH.device)
+        target_K, local_K = torch.empty_like(sums_3K[0]), _local_labels(labels_K, shard)
         for at in range(0, len(labels_K), options.chunk_tokens):
             chunk = slice(at, at + options.chunk_tokens)
             logits_Cv = _chunk_logits(hidden_KH[chunk], weight_vH)
-            local_C = _local_labels(labels_K[chunk], shard)
-            target_C = logits_Cv.gather(1, local_C.clamp(min=0)[:, None])[:, 0] / options.temperature
-            own_C, total_C, weighted_C = _row_sums(logits_Cv, options, shard.real)
+            target_K[chunk] = logits_Cv.gather(1, local_K[chunk].clamp(min=0)[:, None])[:, 0]
+            sums_3K[:, chunk] = _row_sums(logits_Cv, options, shard.real)
             del logits_Cv  # before the next chunk's
-            top_C = _all_reduce(own_C.clone(), shard, dist.ReduceOp.MAX)
-            target_C = torch.where(local_C >= 0, target_C - top_C, 0.0)
-            if shard.group is not None:  # sums relative to this shard's maximum -> to that of all
-                moved_C, shrink_C = (own_C - top_C).clamp(min=LOWEST), (own_C - top_C).exp()
-                weighted_C, total_C = shrink_C * (weighted_C + moved_C * total_C), shrink_C * total_C
-            sums_3C = torch.stack((total_C, weighted_C, target_C))
-            total_C, weighted_C, target_C = _all_reduce(sums_3C, shard, dist.ReduceOp.SUM)
-            log_total_C = total_C.log()
-            out_2K[0, chunk] = target_C - log_total_C
-            if options.entropy:
-                out_2K[1, chunk] = log_total_C - weighted_C / total_C
-            lse_K[chunk] = top_C + log_total_C
+        own_K, total_K, weighted_K = sums_3K
+        top_K = _all_reduce(own_K.clone(), shard, dist.ReduceOp.MAX)
+        target_K = torch.where(local_K >= 0, target_K / options.temperature - top_K, 0.0)
+        if shard.group is not None:  # sums relative to this shard's maximum -> to that of all
+            moved_K, shrink_K = (own_K - top_K).clamp(min=LOWEST), (own_K - top_K).exp()
+            weighted_K, total_K = shrink_K * (weighted_K + moved_K * total_K), shrink_K * total_K
+        summed_3K = _all_reduce(torch.stack((total_K, weighted_K, target_K)), shard, dist.ReduceOp.SUM)
+        total_K, weighted_K, target_K = summed_3K
+        log_total_K = total_K.log()
+        entropy_K = log_total_K - weighted_K / total_K if options.entropy else torch.zeros_like(total_K)
+        out_2K, lse_K = torch.stack((target_K - log_total_K, entropy_K)), top_K + log_total_K
         ctx.save_for_backward(hidden_KH, weight_vH, labels_K, lse_K, out_2K)
         ctx.options, ctx.shard = options, shard
         return out_2K
@@ -163,13 +161,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, grad_2K):  # type: ignore[override]
         hidden_KH, weight_vH, labels_K, lse_K, out_2K = ctx.saved_tensors
         options, shard = ctx.options, ctx.shard
+        local_K, grad_2K = _local_labels(labels_K, shard), grad_2K.contiguous()
         grad_hidden_KH = torch.empty_like(hidden_KH)
         grad_weight_vH = torch.zeros_like(weight_vH, dtype=torch.float32)
         for at in range(0, len(labels_K), options.chunk_tokens):
             chunk = slice(at, at + options.chunk_tokens)
             logits_Cv = _chunk_logits(hidden_KH[chunk], weight_vH)
-            local_C, pull_2C = _local_labels(labels_K[chunk], shard), grad_2K[:, chunk].contiguous()
-            vectors = (local_C, lse_K[chunk], out_2K[1, chunk], pull_2C)
+            vectors = (local_K[chunk], lse_K[chunk], out_2K[1, chunk], grad_2K[:, chunk])
             grad_Cv = _logit_gradients(logits_Cv, *vectors, options, shard.real, weight_vH.dtype)
             del logits_Cv
             torch.mm(grad_Cv, weight_vH, out=grad_hidden_KH[chunk])
