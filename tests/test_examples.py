@@ -61,8 +61,12 @@ RECIPES = {  # recipe -> (config.json of its model, ranks)
     "grpo_qwen2.5_7b_8gpu.sh": (QWEN25_7B, 8),
     "ppo_two_nodes.sh": (QWEN25_14B, 16),
     "dpo_llama3_8b_8gpu.sh": (LLAMA3_8B, 8),
+    "rloo_qwen2.5_7b_8gpu.sh": (QWEN25_7B, 8),
+    "dapo_qwen2.5_7b_8gpu.sh": (QWEN25_7B, 8),
+    "ppo_reward_model_llama3_8b_8gpu.sh": (LLAMA3_8B, 8),
+    "reasoning_gym_qwen2.5_7b_8gpu.sh": (QWEN25_7B, 8),
 }
-ON_THE_CPU = ("quickstart.sh", "dpo_smollm2_cpu.sh")
+ON_THE_CPU = ("quickstart.sh", *(path.name for path in sorted(EXAMPLES.glob("*_cpu.sh"))))
 NEED_NO_DRY_RUN = {*ON_THE_CPU, "ppo_two_nodes.slurm"}  # tested below by themselves
 
 
@@ -77,6 +81,10 @@ def dry_run(recipe: str, config: dict, folder: Path, *flags: str) -> launch.Resu
         "HF_MODEL": str(folder / "model"),
         "TRAIN_DATA": str(folder / "prompts.jsonl"),
         "RDZV_HOST": "node0",
+        "REWARD_MODEL": str(folder / "model"),
+        "DATA_DIR": str(folder),
+        "ROWS": "2",  # of each reasoning-gym task
+        "EVAL_ROWS": "2",
     }
     return launch.run("bash", EXAMPLES / recipe, *flags, env=env, timeout=280)
 
