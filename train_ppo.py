@@ -55,7 +55,7 @@ def train(args: argparse.Namespace) -> None:
     for role in filter(None, roles):
         role.memory.leave()  # what the flags of group memory keep on the host; it comes back for its own work alone
     engine = builders.build_engine(args, roles, run.topology)  # last: it takes the memory that the trainer left
-    report.header(run, hf, roles, prompts)
+    report.header(run, hf, roles, prompts, held_out)
 
     kl, done = builders.build_kl(args), 0
     if args.load:

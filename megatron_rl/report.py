@@ -102,10 +102,14 @@ def _built(run: Run, roles: list[Role | None], data: str) -> None:
     show(f"output    {run.args.output_dir}")
 
 
-def header(run: Run, hf: HFConfig, roles: list[Role | None], prompts: PromptDataset) -> None:
+def header(
+    run: Run, hf: HFConfig, roles: list[Role | None], prompts: PromptDataset, held_out: PromptDataset | None
+) -> None:
     """What the run is, printed once everything is built."""
     run.recorder.print(describe(run.args, hf))
     _built(run, roles, prompts.summary)
+    if held_out:
+        run.recorder.print(f"held out  {held_out.summary}")
     for text in sampling_warnings(run.args):
         run.recorder.print(f"warning: {text}")
 

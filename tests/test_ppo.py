@@ -52,8 +52,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     folder = tmp_path_factory.mktemp("task")
     tiny_tokenizer(tiny_model(folder / "model", "llama3"))
     tiny_tokenizer(tiny_model(folder / "scorer", "qwen2", head="SequenceClassification", seed=1))
-    prompts = [f"say {i} " for i in range(10)] + ["x" * 17]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    rows = [{"prompt": f"say {i} ", "kind": "odd" if i % 2 else "even"} for i in range(10)] + [{"prompt": "x" * 17}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Task(folder)
 
 
@@ -104,7 +104,7 @@ def test_metrics_are_documented_and_whole(ppo: launch.Result, task: Task):
     assert [row["step"] for row in rows] == [1, 2, 3]
     names = {name for name in METRICS if not name.startswith(("dpo/", "eval/"))}
     absent = {"policy/dual_clip_fraction", "policy/kl", "reward/overlong_penalty"}  # of flags that this run has not
-    absent |= {name for name in names if name.startswith("sampling/")}
+    absent |= {name for name in names if name.startswith(("sampling/", "policy/engine_"))}
     assert rows[2].keys() - {"step"} == names - absent | {RULE_PREFIX + "length"}
     assert all(isinstance(value, int | float) and value == value for row in rows for value in row.values())
     events = EventAccumulator(str(task.folder / "ppo/tensorboard"))
@@ -150,7 +150,8 @@ def test_exports_load_in_transformers(ppo: launch.Result, task: Task):
 
 @pytest.fixture(scope="module")
 def again(ppo: launch.Result, task: Task) -> str:
-    """The run of `ppo` again, with everything offloaded and with evaluations, and one with another seed."""
+    """The run of `ppo` again, with everything offloaded and with evaluations; one with another seed; and one with stop
+    texts and a temperature."""
     held_out = [{"prompt": f"ask {i} ", "data_source": "ab"[i % 2], "label": i} for i in range(4)]
     (task.folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     evaluation = ["--eval-data", task.folder / "eval.jsonl", "--eval-interval", 2, "--eval-pass-reward", 0.05]
@@ -158,7 +159,9 @@ def again(ppo: launch.Result, task: Task) -> str:
     offload = [f"--offload-{part}" for part in ("optimizer", "gradients", "reference", "critic")]
     short = ("--no-save-hf", "--show-samples", 0)
     other = task.argv("other", PPO, *short, "--seed", 5, "--train-iters", 1)
-    return several(task, 1, [task.argv("again", PPO, *short, *offload, *evaluation), other])
+    ends = ["--temperature", 0.6, "--stop", *"abcdefgh", "--log-samples", 99, "--train-iters", 1]
+    stops = task.argv("stops", "--reward length --advantage-estimator grpo", "--no-save-hf", *ends)
+    return several(task, 1, [task.argv("again", PPO, *short, *offload, *evaluation), other, stops])
 
 
 def test_evaluation_is_what_its_samples_say(again: str, task: Task):
@@ -197,13 +200,44 @@ def test_seeds_decide(again: str, task: Task):
     assert texts["ppo"].isdisjoint(texts["other"])
 
 
+def test_stop_texts_end_a_response_and_temperature_counts(again: str, task: Task):
+    """A response ends with the first stop text, which stays in it, with EOS or at the limit, which is flagged; trainer
+    and engine agree on probabilities at temperature 0.6."""
+    ends = set()
+    for sample in task.samples("stops"):
+        text, at_limit = sample["response"], sample["tokens"] == 12
+        assert not set(text[:-1]) & set("abcdefgh") and (at_limit or not sample["truncated"])
+        ends.add("limit" if sample["truncated"] else "stop" if text and text[-1] in "abcdefgh" else "eos")
+    assert {"limit", "stop"} <= ends
+    assert task.rows("stops")[0]["correction/logprob_diff_max"] < 1e-4
+
+
+ROUTED = """
+- {name: scorer, path: FOLDER/scorer, weight: 0.5, condition: "kind == 'odd'"}
+- {name: short, rule: length, condition: "kind == 'odd'"}
+- {name: rest, rule: "length:100"}
+"""
+DATASET = """
+class Words:
+    def __init__(self, files): self.files = files
+    def __len__(self): return 1
+    def __getitem__(self, index): return {"prompt": f"one of {len(self.files)} "}
+"""
+
+
 @pytest.fixture(scope="module")
 def two_ranks(task: Task) -> str:
-    """GRPO by a rule and a reward model on two data-parallel ranks, then on two tensor-parallel ones."""
-    scorer = ["--reward-model", f"{task.folder}/scorer=0.5"]
-    one_prompt = task.argv("replicas", GRPO, "--log-samples", 99, "--rollout-batch-size", 1, "--train-iters", 1)
-    tp = task.argv("tp", GRPO, "--tensor-model-parallel-size", 2, "--rollout-tensor-parallel-size", 1, *scorer)
-    return several(task, 2, [task.argv("dp", GRPO, *scorer), one_prompt, tp])
+    """GRPO by routed rules and a reward model on two data-parallel ranks, then on two tensor-parallel ones; and one
+    prompt of a custom data set by the reward model alone."""
+    (task.folder / "routed.yaml").write_text(ROUTED.replace("FOLDER", str(task.folder)))
+    (task.folder / "words.py").write_text(DATASET)
+    routed = GRPO.replace("--reward length", f"--reward-config {task.folder}/routed.yaml --no-drop-last")
+    routed += f" --eval-data {task.folder}/prompts.jsonl --eval-interval 99"
+    alone = GRPO.replace("--reward length", f"--reward-model {task.folder}/scorer")
+    alone += f" --dataset-class {task.folder}/words.py:Words --min-response-length 3 --rollout-batch-size 1"
+    one_prompt = task.argv("replicas", alone, "--log-samples", 99, "--train-iters", 1)
+    tp = task.argv("tp", routed, "--tensor-model-parallel-size", 2, "--rollout-tensor-parallel-size", 1)
+    return several(task, 2, [task.argv("dp", routed), one_prompt, tp])
 
 
 def test_layouts_of_two_ranks(two_ranks: str, task: Task):
@@ -215,16 +249,27 @@ def test_layouts_of_two_ranks(two_ranks: str, task: Task):
             assert first[name] == pytest.approx(second[name], rel=2e-3, abs=2e-4), name
     for first, second in zip(task.samples("dp"), task.samples("tp"), strict=True):
         assert first == second | {"reward": pytest.approx(second["reward"], abs=1e-4)}
-    assert dp[0]["sync/bytes_received"] == 0 < tp[0]["sync/bytes_received"]
-    assert {"policy/kl", "reward/equal_groups"} <= dp[0].keys() and "critic/loss" not in dp[0]
-    of_rule, of_model = (dp[0][RULE_PREFIX + name] for name in ("length", "scorer"))
-    assert dp[0]["reward/mean"] == pytest.approx(of_rule + 0.5 * of_model) and of_model != 0
+    assert dp[1]["sync/bytes_received"] == 0 < tp[1]["sync/bytes_received"]
+    assert {"policy/kl", "reward/equal_groups"} <= dp[1].keys() and "critic/loss" not in dp[1]
+    assert [row["rollout/samples"] for row in dp[1:]] == [16, 16, 8]  # the last two prompts of the epoch are kept
+
+
+def test_rewards_go_where_the_config_says(two_ranks: str, task: Task):
+    """Rows that the condition holds for get the weighted sum of rule and reward model, the others the default rule."""
+    lines = (task.folder / "dp/eval/step_0.jsonl").read_text().splitlines()
+    for sample in map(json.loads, lines):
+        given = sample["rewards"]
+        odd = int(sample["prompt"].split()[1]) % 2
+        assert given.keys() == ({"scorer", "short"} if odd else {"rest"})
+        assert sample["reward"] == pytest.approx(0.5 * given["scorer"] + given["short"] if odd else given["rest"])
+    assert len(lines) == 10
 
 
 def test_replicas_draw_different_samples(two_ranks: str, task: Task):
-    """One prompt on two engines: four different samples."""
-    texts = [row["response"] for row in task.samples("replicas")]
-    assert len(texts) == len(set(texts)) == 4
+    """One prompt of a custom data set on two engines: four different samples, none shorter than the least length."""
+    samples = task.samples("replicas")
+    assert len({sample["response"] for sample in samples}) == len(samples) == 4
+    assert all(sample["prompt"] == "one of 1 " and sample["tokens"] >= 3 for sample in samples)
 
 
 DAPO = """--advantage-estimator grpo --dynamic-sampling --max-sampling-rounds 3 --overlong-buffer 8
@@ -280,6 +325,7 @@ def test_nothing_to_learn_from_is_an_error(dapo: launch.Result, task: Task):
     assert dapo.returncode != 0
     (line,) = [line for line in dapo.stderr.splitlines() if line.startswith("error: ")]
     assert "each of the 9 groups of 3 rounds (--max-sampling-rounds)" in line and "--n-samples-per-prompt 2" in line
+    assert "warning: all rewards of this step are equal" in dapo.stdout
 
 
 @pytest.mark.slow
@@ -313,7 +359,8 @@ def end_of(task: Task, folder: Path, act: str) -> tuple[launch.Result, float]:
     """Two ranks whose rule does `act` on rank 1 in step 2: the result, and the seconds until all were gone."""
     when = folder / "when"
     (folder / "rule.py").write_text(RULE.format(when=str(when), act=act))
-    flags = f"--reward {folder}/rule.py:rule --advantage-estimator rloo --no-save-hf"
+    workers = 1 if "raise" in act else 0  # what is killed is the rank
+    flags = f"--reward {folder}/rule.py:rule --reward-workers {workers} --advantage-estimator rloo --no-save-hf"
     result = launch.torchrun(2, "train_ppo.py", *task.argv("endings", flags), timeout=280)
     assert result.returncode != 0
     return result, time.time() - float(when.read_text())
