@@ -38,7 +38,7 @@ def start(folder: Path, name: str, ranks: int, iters: int, *extra: str) -> subpr
     flags = f"""--hf-model {folder}/model --train-data {folder}/prompts.jsonl --no-apply-chat-template --reward length
         --max-prompt-length 16 --max-response-length 16 --rollout-batch-size 4 --n-samples-per-prompt 2
         --global-batch-size 4 --kl-coef 0.05 --kl-target 0.1 --kl-horizon 100 --lr 1e-3 --train-iters {iters}
-        --no-progress --no-save-hf --output-dir {save}.out --vllm-args enforce_eager=true
+        --no-progress --no-save-hf --output-dir {save}.out
         --save {save} --load {save} --save-interval 1 --keep-last 2"""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     log = open(f"{save}.log", "w")
@@ -94,18 +94,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--iters", type=int, default=60, help="steps of the whole run")
     parser.add_argument("--within", type=float, default=1.5, help="seconds after the first step of a life")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which nothing is killed any more")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=("vllm", "hf"), default="vllm", help="of the rollout; hf starts faster")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    engine = ["--rollout-backend", "hf"] if args.backend == "hf" else ["--vllm-args", "enforce_eager=true"]
     dice, lines, kills, life = random.Random(args.seed), [], 0, 0
+    until = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder)
         while True:
             asynchronous = ["--async-save"] if life % 2 else []
-            process = start(folder, "killed", args.ranks, args.iters, *asynchronous)
+            process = start(folder, "killed", args.ranks, args.iters, *engine, *asynchronous)
             log = folder / "killed.log"
-            if kills < args.kills:
+            if kills < args.kills and time.monotonic() < until:
                 how = live_and_die(process, log, dice, args.within)
             else:
                 how = None
@@ -122,7 +126,7 @@ def main() -> None:
             how = f"{'async ' if asynchronous else ''}{how}; unfinished checkpoints met at its start: {warned}"
             lines.append(f"life {life - 1}: from {loaded or 'the start'}, killed ({how})")
             print(lines[-1], flush=True)
-        unbroken = start(folder, "unbroken", args.ranks, args.iters)
+        unbroken = start(folder, "unbroken", args.ranks, args.iters, *engine)
         assert unbroken.wait() == 0, (folder / "unbroken.log").read_text()[-3000:]
         same = end_of(folder / "killed") == end_of(folder / "unbroken")
         verdict = f"{kills} kills, {args.ranks} ranks, {args.iters} steps: the end is"

@@ -5,18 +5,20 @@
 PLAN is a list of scenes: {"name", "flags", "steps"}; a scene builds policy and critic in the layout of its
 flags, loads, makes so many optimizer steps, saves after each, and says what it did. "limit": files larger than so many
 bytes fail from the second save on, as on a full disk; "flip": a file whose last byte is another one during the scene;
-"export": a folder that gets policy and critic as Hugging Face folders at the end; "error": the scene is to fail, and
-says how.
+"bucket": elements of a gradient bucket, instead of all in one; "export": a folder that gets policy and critic as
+Hugging Face folders at the end; "error": the scene is to fail, and says how.
 """
 
 import json
 import os
 import resource
 import sys
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import distributed, parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig as DDPConfig
 
 from megatron_rl import platform
 from megatron_rl.arguments import layout_sizes, parse
@@ -54,6 +56,7 @@ def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[st
 
 
 def play(scene: dict[str, Any]) -> None:
+    distributed.DistributedDataParallelConfig = partial(DDPConfig, bucket_size=scene.get("bucket"))
     args = parse("train_ppo.py", PPO, scene["flags"])
     sizes = layout_sizes(args)
     topology = initialize(sizes.tp, sizes.pp, sizes.vpp, sizes.ep, args.seed)

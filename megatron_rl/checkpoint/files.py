@@ -147,7 +147,7 @@ def candidates(folder: Path, show: Callable[[str], None]) -> list[Path]:
         return found
     for path in found:
         if (step_of(path) or 0) > int(last):
-            show(f"warning: {path} is left aside: it was written before {folder_name(int(last))}, the last one")
+            show(f"warning: {path} is left aside: the last one written is {folder_name(int(last))} ({LATEST})")
     return [path for path in found if (step_of(path) or 0) <= int(last)]
 
 

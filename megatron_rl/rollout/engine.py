@@ -1,6 +1,7 @@
 """The vLLM engine inside the training processes: built on live Megatron weights, synced in place, fail-closed."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ class EngineOptions:
     """What the engine is built with; every rank has the same."""
 
     max_model_len: int  # tokens of a prompt and its response together
-    dtype: torch.dtype  # the trainer's
+    dtype: torch.dtype  # the trainer's; another one where no weights are shared
     tensor_parallel_size: int = 1
     kv_cache_bytes: int | None = None  # of this rank; None: 512 MB on the CPU, else gpu_memory_utilization decides
     gpu_memory_utilization: float = 0.6  # of the GPU's memory, used where kv_cache_bytes is None
@@ -60,6 +61,11 @@ class TrainedWeights:
     shards: Sequence[Sequence[Param]]  # the parameters of each kind of rank
     shard_of_rank: Sequence[int]  # by global rank
     hf_shapes: Mapping[str, tuple[int, ...]]  # of every tensor of the HF folder
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of (nearly) all of them."""
+        return Counter(tensor.dtype for tensor in self.tensors.values()).most_common(1)[0][0]
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,11 @@ class Engine:
             raise ValueError(
                 f"--rollout-tensor-parallel-size {options.tensor_parallel_size} does not divide the "
                 f"{topology.world_size} ranks"
+            )
+        if options.share_weights and options.dtype != weights.dtype:
+            raise ValueError(
+                f"an engine of {options.dtype} cannot share the memory of training's {weights.dtype}: "
+                "--rollout-weights alias must be copy"
             )
         self.options, self.topology, self.weights = options, topology, weights
         self.version = 0
@@ -189,7 +200,14 @@ class Engine:
 
     def _connect(self) -> None:
         self._pointers = {key: tensor.data_ptr() for key, tensor in self.weights.tensors.items()}
-        self.transport = Transport(self.plan, self.weights.tensors, self.live.memory, self.options.bucket_bytes)
+        converts = (self.weights.dtype, self.options.dtype)
+        self.transport = Transport(
+            self.plan,
+            self.weights.tensors,
+            self.live.memory,
+            self.options.bucket_bytes,
+            converts if converts[0] != converts[1] else None,
+        )
 
     def _follow_moved_tensors(self) -> None:
         """The trainer may have offloaded and reloaded tensors: those that are read are found again."""

@@ -30,7 +30,7 @@ OURS = {  # engine arguments that follow from other flags
     "kv_cache_memory_bytes": "--kv-cache-gb",
     "max_model_len": "--max-prompt-length and --max-response-length",
     "seed": "--seed",
-    "dtype": "the training's dtype",
+    "quantization": "training, whose weights the engine follows at every step as they are",
     "load_format": "",
     "distributed_executor_backend": "",
     "pipeline_parallel_size": "",

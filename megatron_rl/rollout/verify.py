@@ -59,12 +59,13 @@ def differing_slices(
     `targets` are the vLLM parameters of every rollout TP rank. Collective over all ranks, equal result on all.
     """
     slices = list(dict.fromkeys(_slice(block) for params in targets for param in params for block in param.blocks))
-    expected = _expected(slices, weights, topology)
+    dtypes = {b.hf: memory[b.param].dtype for params in targets for param in params for b in param.blocks}
+    expected = _expected(slices, weights, topology, dtypes)
     found = []
     for param in mine:
         for block in param.blocks:
             part = _slice(block)
-            if _digest(memory[block.param], block, part, weights.hf_shapes) != expected[part]:
+            if _digest(memory[block.param], block, part, weights.hf_shapes, dtypes) != expected[part]:
                 found.append(f"{part} in {block.param} of rank {topology.rank}")
     everywhere: list[list[str]] = [[] for _ in range(topology.world_size)]
     dist.all_gather_object(everywhere, found, group=topology.cpu_group)
@@ -75,8 +76,10 @@ def _slice(block: Block) -> _Slice:
     return _Slice(block.hf, block.row, block.col, block.rows, block.cols)
 
 
-def _expected(slices: Sequence[_Slice], weights: Trained, topology: Topology) -> dict[_Slice, int]:
-    """The trainer's digest of every slice: each rank adds what it is the first to hold."""
+def _expected(
+    slices: Sequence[_Slice], weights: Trained, topology: Topology, dtypes: Mapping[str, torch.dtype]
+) -> dict[_Slice, int]:
+    """The trainer's digest of every slice, in the engine's dtypes: each rank adds what it is the first to hold."""
     by_hf = defaultdict(list)
     for number, part in enumerate(slices):
         by_hf[part.hf].append((number, part))
@@ -87,7 +90,7 @@ def _expected(slices: Sequence[_Slice], weights: Trained, topology: Topology) ->
             col, end_col = max(part.col, block.col), min(part.col + part.cols, block.col + block.cols)
             if row < end_row and col < end_col:
                 common = _Slice(part.hf, row, col, end_row - row, end_col - col)
-                sums[number] += _digest(weights.tensors[block.param], block, common, weights.hf_shapes)
+                sums[number] += _digest(weights.tensors[block.param], block, common, weights.hf_shapes, dtypes)
     dist.all_reduce(sums, group=topology.cpu_group)
     return dict(zip(slices, sums.tolist(), strict=True))
 
@@ -107,8 +110,14 @@ def _owned(weights: Trained, rank: int) -> list[Block]:
 
 
 @torch.no_grad()
-def _digest(tensor: Tensor, block: Block, part: _Slice, hf_shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """The digest of the elements of `part`, which lies in `block` of `tensor`, modulo 2^64."""
+def _digest(
+    tensor: Tensor,
+    block: Block,
+    part: _Slice,
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+) -> int:
+    """The digest of the elements of `part`, which lies in `block` of `tensor`, modulo 2^64; in its HF name's dtype."""
     offset = block.offset + (part.row - block.row) * block.stride + part.col - block.col
     width, total = hf_shapes[part.hf][-1], 0
     step = max(1, CHUNK // part.cols)
@@ -116,7 +125,8 @@ def _digest(tensor: Tensor, block: Block, part: _Slice, hf_shapes: Mapping[str, 
     for start in range(0, part.rows, step):
         rows = min(step, part.rows - start)
         rect = Rect(block.param, offset + start * block.stride, block.stride, rows, part.cols)
-        bits = view(tensor, rect).reshape(rows, part.cols).view(BITS[tensor.element_size()]).to(torch.int64)
+        values = view(tensor, rect).reshape(rows, part.cols).to(dtypes[part.hf])
+        bits = values.view(BITS[values.element_size()]).to(torch.int64)
         first = part.row + start
         place = torch.arange(first, first + rows, device=tensor.device)[:, None] * width + cols
         hashed = (bits + 1) * MIX[0] ^ (place + 1) * MIX[1]

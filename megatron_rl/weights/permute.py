@@ -19,7 +19,7 @@ WORD_BYTES = {16: 8, 8: 8, 4: 4, 2: 2, 1: 1}  # by alignment
 
 
 class BatchedCopy:
-    """into[i].copy_(of[i]) for all i: vectors or matrices of equal dtypes, columns contiguous, no overlaps.
+    """into[i].copy_(of[i]) for all i: vectors or matrices, columns contiguous, no overlaps; dtypes are converted.
 
     The tensors' memory must stay where it is.
     """
@@ -30,6 +30,7 @@ class BatchedCopy:
         self.nbytes = sum(t.nbytes for t in self.into)
         if use_triton is None:
             use_triton = bool(self.into) and self.into[0].is_cuda and platform.has_triton()
+            use_triton &= all(a.dtype == b.dtype for a, b in zip(self.into, self.of, strict=True))  # it moves bytes
         self._tables = _tables(self.into, self.of) if use_triton else None
 
     def run(self) -> None:
@@ -50,7 +51,7 @@ class BatchedCopy:
 
 def _same_shape(into: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
     """Where one of them is seen as a vector, because it is contiguous, it gets the shape of the other."""
-    assert into.dtype == of.dtype and into.device == of.device, "copies do not convert"
+    assert into.device == of.device, "copies stay on a device"
     if into.ndim != of.ndim:
         into, of = (into, of.view(into.shape)) if into.ndim > of.ndim else (into.view(of.shape), of)
     return into, of

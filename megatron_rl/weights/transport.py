@@ -42,8 +42,21 @@ class Transport:
     """A plan bound to this rank's tensors. Build it anew where one of them moved to other memory."""
 
     def __init__(
-        self, plan: Plan, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], bucket_bytes: int
+        self,
+        plan: Plan,
+        sources: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
+        bucket_bytes: int,
+        converts: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
+        """`converts`: sources of the first dtype become targets of the second; the smaller one of them travels."""
+        before, after = converts or (torch.uint8, torch.uint8)
+        wire = min(before, after, key=lambda dtype: dtype.itemsize)
+        for c in plan.copies:
+            dtypes = sources[c.src.param].dtype, targets[c.dst.param].dtype
+            assert dtypes[0] == dtypes[1] or dtypes == converts, (
+                f"{c.dst.param} is {dtypes[1]}, {c.src.param} {dtypes[0]}"
+            )
         self.local = BatchedCopy(
             [view(targets[c.dst.param], c.dst) for c in plan.copies],
             [view(sources[c.src.param], c.src) for c in plan.copies],
@@ -52,8 +65,9 @@ class Transport:
         device = next(iter(targets.values())).device
         peers = max(len({m.peer for m in plan.sends}), len({m.peer for m in plan.receives}))
         share = max(ALIGN, bucket_bytes // max(1, _highest(peers, device)) // ALIGN * ALIGN)
-        self.sends, sending = _rounds(plan.sends, sources, share, device, into_buffer=True)
-        self.receives, receiving = _rounds(plan.receives, targets, share, device, into_buffer=False)
+        of_source, of_target = ({before: wire}, {after: wire}) if converts else ({}, {})
+        self.sends, sending = _rounds(plan.sends, _Wired(sources, of_source), share, device, into_buffer=True)
+        self.receives, receiving = _rounds(plan.receives, _Wired(targets, of_target), share, device, into_buffer=False)
         self.bytes_buffered = sending + receiving
         self.bytes_permuted = self.local.nbytes
         self.bytes_received = sum(m.flat.nbytes for packets in self.receives for m in packets)
@@ -106,8 +120,23 @@ def _highest(peers: int, device: torch.device) -> int:
     return int(highest)
 
 
+@dataclass(frozen=True)
+class _Wired:
+    """This rank's tensors of one side, and the dtypes that travel in place of some of theirs."""
+
+    tensors: Mapping[str, Tensor]
+    wire: Mapping[torch.dtype, torch.dtype]
+
+    def dtype(self, rect: Rect) -> torch.dtype:
+        own = self.tensors[rect.param].dtype
+        return self.wire.get(own, own)
+
+    def nbytes(self, rect: Rect) -> int:
+        return rect.rows * rect.cols * self.dtype(rect).itemsize
+
+
 def _rounds(
-    moves: Sequence[Move], tensors: Mapping[str, Tensor], share: int, device: torch.device, into_buffer: bool
+    moves: Sequence[Move], tensors: _Wired, share: int, device: torch.device, into_buffer: bool
 ) -> tuple[list[list[_Packet]], int]:
     """Cuts what goes to each peer into packets of at most `share` bytes; round r holds the r-th packet of each.
 
@@ -121,7 +150,7 @@ def _rounds(
         by_peer.setdefault(move.peer, []).append(move.rect)
     for peer, of_peer in sorted(by_peer.items()):
         packets = list(_cut(of_peer, tensors, share))
-        largest = max(sum(_nbytes(rect, tensors) for rect in rects) for rects in packets)
+        largest = max(sum(map(tensors.nbytes, rects)) for rects in packets)
         largest += -largest % ALIGN
         buffers = torch.empty(min(2, len(packets)), largest, dtype=torch.uint8, device=device)
         total += buffers.nbytes
@@ -132,27 +161,23 @@ def _rounds(
     return rounds, total
 
 
-def _packet(peer: int, rects: list[Rect], tensors: Mapping[str, Tensor], buffer: Tensor, into_buffer: bool) -> _Packet:
+def _packet(peer: int, rects: list[Rect], tensors: _Wired, buffer: Tensor, into_buffer: bool) -> _Packet:
     params, packed, at = [], [], 0
     for rect in rects:
-        params.append(view(tensors[rect.param], rect))
-        size = _nbytes(rect, tensors)
-        packed.append(buffer[at : at + size].view(params[-1].dtype).view(params[-1].shape))
+        params.append(view(tensors.tensors[rect.param], rect))
+        size = tensors.nbytes(rect)
+        packed.append(buffer[at : at + size].view(tensors.dtype(rect)).view(params[-1].shape))
         at += size
     copy = BatchedCopy(packed, params) if into_buffer else BatchedCopy(params, packed)
     return _Packet(peer, copy, buffer[:at])
 
 
-def _nbytes(rect: Rect, tensors: Mapping[str, Tensor]) -> int:
-    return rect.rows * rect.cols * tensors[rect.param].element_size()
-
-
-def _cut(rects: Sequence[Rect], tensors: Mapping[str, Tensor], share: int) -> Iterator[list[Rect]]:
+def _cut(rects: Sequence[Rect], tensors: _Wired, share: int) -> Iterator[list[Rect]]:
     packet, used = [], 0
     # wide elements first, so that every view into a buffer of bytes is aligned
-    for rect in sorted(rects, key=lambda r: -tensors[r.param].element_size()):
-        for piece in _pieces(rect, share // tensors[rect.param].element_size()):
-            size = _nbytes(piece, tensors)
+    for rect in sorted(rects, key=lambda rect: -tensors.dtype(rect).itemsize):
+        for piece in _pieces(rect, share // tensors.dtype(rect).itemsize):
+            size = tensors.nbytes(piece)
             if packet and used + size > share:
                 yield packet
                 packet, used = [], 0

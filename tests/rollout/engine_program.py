@@ -23,6 +23,7 @@ from megatron_rl.weights.vllm_like import vllm_like_blocks
 
 PROMPTS = (tuple(range(5, 40)), tuple(range(60, 80)))
 STEPS = 3
+kept: list[tuple["Loaded", TrainedWeights, tuple[Param, ...]]] = []  # every engine of this process
 
 
 def values(folder: str, step: int) -> dict[str, Tensor]:
@@ -60,7 +61,8 @@ class Loaded(Engine):
         for step in range(STEPS):
             for param in params.values():
                 param.data.fill_(float("nan"))
-            model.load_weights(iter(values(self.folder, step).items()))
+            tensors = values(self.folder, step).items()
+            model.load_weights((name, tensor.to(self.weights.dtype)) for name, tensor in tensors)
             self.own.append({name: param.data.clone() for name, param in params.items()})
         return super()._bind(model)
 
@@ -150,7 +152,7 @@ def run(folder: str, args: argparse.Namespace, topology: Topology) -> dict[str, 
     like = [vllm_like_blocks(sizes, r, args.rollout_tp) for r in range(args.rollout_tp)]
     options = EngineOptions(
         max_model_len=128,
-        dtype=dtype,
+        dtype=getattr(torch, args.engine_dtype or args.dtype),
         tensor_parallel_size=args.rollout_tp,
         kv_cache_bytes=1 << 24,
         share_weights=not args.copy,
@@ -164,12 +166,31 @@ def run(folder: str, args: argparse.Namespace, topology: Topology) -> dict[str, 
     rng_kept = torch.equal(rng, torch.get_rng_state())
     seen = steps(engine, weights, mine, dtype)
     seen |= {"replica": engine.replica, "replicas": engine.replicas, "rng_kept_by_start": rng_kept}
+    kept.append((engine, weights, mine))
     if args.faults:
         seen["faults"] = faults(engine, weights)
-        seen["bad_vllm_args"] = message_of(
-            lambda: Engine(folder, EngineOptions(128, dtype, vllm_args={"enforce_eagre": True}), topology, weights)
-        )
+        for name, other, vllm_args in (
+            ("bad_vllm_args", dtype, {"enforce_eagre": True}),
+            ("quantized", dtype, {"quantization": "fp8"}),
+            ("other_dtype", torch.float16, {}),
+        ):
+            bad = EngineOptions(128, other, vllm_args=vllm_args)
+            seen[name] = message_of(lambda bad=bad: Engine(folder, bad, topology, weights))
     return seen
+
+
+def first_again(folder: str) -> dict[str, Any]:
+    """The first engine, after others were built in this process, with the weights of step 1 again."""
+    engine, weights, mine = kept[0]
+    engine.sleep()
+    for name, tensor in cut(mine, values(folder, 1), weights.dtype).items():
+        weights.tensors[name].copy_(tensor)
+    engine.sync()
+    engine.wake()
+    engine.verify()
+    differ = [name for name, t in engine.live.memory.items() if not torch.equal(t, engine.own[1][name])]
+    requests = [GenerateRequest(prompt, 100 * engine.replica + i) for i, prompt in enumerate(PROMPTS * 2)]
+    return {"differ_again": differ, "drawn_again": engine.generate(requests, SamplingOptions(max_tokens=12))}
 
 
 def main() -> None:
@@ -179,12 +200,14 @@ def main() -> None:
     for flag in ("tp", "pp", "vpp", "ep", "rollout-tp"):
         parser.add_argument(f"--{flag}", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--engine-dtype", default=None)
     parser.add_argument("--bucket-bytes", type=int, default=1 << 20)
     for flag in ("copy", "place", "faults"):
         parser.add_argument(f"--{flag}", action="store_true")
     args = parser.parse_args()
     topology = initialize(args.tp, args.pp, args.vpp, args.ep)
     seen = {folder: run(folder, args, topology) for folder in args.folders}
+    seen[args.folders[0]] |= first_again(args.folders[0])
     torch.save(seen, f"{args.out}/{topology.rank}.pt")
     dist.barrier()
     os._exit(0)  # vLLM's shutdown is not what is tested

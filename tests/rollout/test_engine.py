@@ -53,7 +53,9 @@ def check_weights(seen: Seen) -> None:
 
 
 @torch.no_grad()
-def check_logprobs(of_model: dict[str, Any], prompts: tuple = engine_program.PROMPTS * 2) -> None:
+def check_logprobs(
+    of_model: dict[str, Any], prompts: tuple = engine_program.PROMPTS * 2, trained: torch.dtype = torch.float32
+) -> None:
     """The engine's log-probabilities equal those of transformers on the weights of the same step."""
     import transformers
 
@@ -61,6 +63,7 @@ def check_logprobs(of_model: dict[str, Any], prompts: tuple = engine_program.PRO
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(f"{of_model['folder']}/config.json", folder)
             tensors = engine_program.values(of_model["folder"], step)
+            tensors = {name: tensor.to(trained) for name, tensor in tensors.items()}
             save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for prompt, response in zip(prompts, responses, strict=True):
@@ -124,6 +127,15 @@ def test_refuses_weights_that_are_not_the_trainers(single: dict[str, dict[str, A
         assert "differ from the trainer's" in faults["refused_corrupt"]
 
 
+def test_an_engine_keeps_its_weights_when_others_are_built(single: dict[str, dict[str, Any]]) -> None:
+    """The first of several engines in a process follows its own trainer on: weights bitwise, the same tokens."""
+    firsts = [of_model for of_model in single.values() if "drawn_again" in of_model]
+    assert len(firsts) == 2
+    for of_model in firsts:
+        assert of_model["differ_again"] == []
+        assert texts(of_model["drawn_again"]) == texts(of_model["drawn"][1])
+
+
 def test_bad_requests_are_named(single: dict[str, dict[str, Any]]) -> None:
     """Prompts that vLLM would stop at midway, and unknown engine arguments, give one line with numbers and flag."""
     for of_model in single.values():
@@ -133,6 +145,8 @@ def test_bad_requests_are_named(single: dict[str, dict[str, Any]]) -> None:
         assert "vocabulary of 131" in faults["foreign"]
         assert "tokenizer" in faults["stop"]
         assert "enforce_eagre" in of_model["bad_vllm_args"] and "nearest: enforce_eager" in of_model["bad_vllm_args"]
+        assert "--vllm-args quantization is decided by training" in of_model["quantized"]
+        assert "an engine of torch.float16 cannot share the memory of training's" in of_model["other_dtype"]
 
 
 def test_stop_tokens_end_a_response(single: dict[str, dict[str, Any]]) -> None:
@@ -173,6 +187,24 @@ def test_any_layout(start: Callable[..., Seen], nproc: int, flags: list) -> None
     check_logprobs(seen[0]["qwen2"])
     check_logprobs(seen[-1]["llama"])
     check_replicas(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained, engine", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_engine_of_another_dtype(start: Callable[..., Seen], trained: str, engine: str) -> None:
+    """TP 2 -> TP 1 with --rollout-weights copy: weights are those that vLLM's loader makes of the trainer's, bitwise;
+    what travels is the smaller of the two types; log-probabilities of a float32 engine are transformers'."""
+    seen = start(2, ["qwen2"], "--tp", 2, "--copy", "--dtype", trained, "--engine-dtype", engine)
+    check_weights(seen)
+    if engine == "float32":
+        check_logprobs(seen[0]["qwen2"], trained=torch.bfloat16)
+    for rank in seen:
+        report = rank["qwen2"]["reports"][0]
+        assert report.bytes_aliased == 0
+        permuted = report.bytes_permuted // getattr(torch, engine).itemsize
+        assert 0.4 < report.bytes_received // torch.bfloat16.itemsize / permuted < 1.0, (
+            "half of the model, as bfloat16"
+        )
 
 
 @pytest.mark.slow
