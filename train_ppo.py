@@ -156,7 +156,7 @@ def update(run: Run, batch: Batch, policy: Role, critic: Role | None, kl: KLCont
         trained.append((policy, builders.policy_loss_of(args, kl.coefficient, int(batch.mask_BR.sum()))))
     reports: dict[str, list[StepReport]] = {role.name: [] for role, _ in trained}
     for role, loss in trained:
-        with role.memory.for_training():  # its gradients and optimizer state are on the device, no other role's
+        with role.memory.for_training():  # gradients of this role alone; its optimizer state comes for the step
             for part in minibatches(batch, builders.minibatch_options(args), step):
                 lengths = [len(s) for s in part.sequences]
                 plan = plan_micro_batches(lengths, topology.dp_size, builders.packing_options(args))

@@ -285,7 +285,7 @@ def _critic(group: Group) -> None:
 
 def _memory(group: Group) -> None:
     switch(group, "--offload-optimizer", False,
-        "optimizer state (float32 main weights and moments) is in pinned host memory except while its role trains")
+        "optimizer state (float32 main weights and moments) is in pinned host memory except in its own step")
     switch(group, "--offload-gradients", False, "gradient buffers exist only while their role trains")
     switch(group, "--offload-reference", False,
         "reference and reward models are in pinned host memory except in their own passes")

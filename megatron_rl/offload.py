@@ -128,22 +128,27 @@ class Residence:
 
     @contextlib.contextmanager
     def for_training(self) -> Iterator[None]:
-        """All is on the device inside, gradients as zeros; the optimizer's state comes while the first forward and
-        backward pass run, see wait_for_optimizer()."""
+        """Weights and gradients, zero at first, are on the device inside; the optimizer's state in for_update() only,
+        so that it is not there together with activations."""
         self._weights.come_back()
         self._weights.wait()
         if self.options.gradients:
             for buffer in _gradient_buffers(self._chunks):
                 buffer.reload_from_cpu(move_params=False, move_grads=True)
-        self._state.come_back()
         self._trains = True
         yield
         self._trains = False
         self.leave()
 
-    def wait_for_optimizer(self) -> None:
-        """Before the optimizer's state is used."""
+    @contextlib.contextmanager
+    def for_update(self) -> Iterator[None]:
+        """The optimizer's state is on the device inside. It comes while the backward pass that is enqueued still runs,
+        and leaves beside what follows."""
+        self._state.come_back()
         self._state.wait()
+        yield
+        if self.options.optimizer:
+            self._state.leave()
 
     def check_trains(self) -> None:
         assert self._trains or self.options == ALL_STAY, "what is offloaded trains inside for_training()"

@@ -161,18 +161,18 @@ def train_step(
         _prepare(chunks)
         optimizer.zero_grad()
         collected = _run_schedule(chunks, micros, topology, forward_step, forward_only=False)
-        optimizer.prepare_grads()
-        grad_norm = float(optimizer.get_grad_norm())
-        updated = math.isfinite(grad_norm)
-        if not updated and not skip_non_finite:
-            raise FloatingPointError(
-                f"the gradient norm is {grad_norm}; nothing was updated. --skip-non-finite-steps skips such steps"
-            )
-        learning_rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
-        if updated:
-            _clip(optimizer, grad_norm)
-            role.memory.wait_for_optimizer()
-            optimizer.step_with_ready_grads()
+        with role.memory.for_update():
+            optimizer.prepare_grads()
+            grad_norm = float(optimizer.get_grad_norm())
+            updated = math.isfinite(grad_norm)
+            if not updated and not skip_non_finite:
+                raise FloatingPointError(
+                    f"the gradient norm is {grad_norm}; nothing was updated. --skip-non-finite-steps skips such steps"
+                )
+            learning_rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
+            if updated:
+                _clip(optimizer, grad_norm)
+                optimizer.step_with_ready_grads()
         role.schedule.step(1)
     return StepReport(_sum_metrics(collected, topology), grad_norm, updated, learning_rate)
 

@@ -114,8 +114,7 @@ def _restore_role(role: Role, folder: Path, saved: dict[str, Any]) -> str:
     if entry["kind"] != role.kind:
         raise ValueError(f"{folder / role.name} is of kind {entry['kind']!r}, the {role.name} of kind {role.kind!r}")
     whole = entry["schedule"] is not None  # else the weights alone, from a converter
-    with platform.megatron(), role.memory.for_training():
-        role.memory.wait_for_optimizer()
+    with platform.megatron(), role.memory.for_forward(), role.memory.for_update():
         state = role_state(role, loading=True) if whole else model_state(role.chunks)
         loaded = load_sharded(state, folder / role.name, () if whole else (OPTIMIZER,))
         fill_model(role.chunks, loaded)

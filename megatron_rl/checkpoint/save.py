@@ -129,8 +129,7 @@ class Checkpoints:
             error = f"{refusal.filename or partial}: {refusal.strerror}"
         with platform.megatron():
             for role in roles:
-                with role.memory.for_training():
-                    role.memory.wait_for_optimizer()
+                with role.memory.for_forward(), role.memory.for_update():
                     request = write.request(role_state(role, loading=False), partial / role.name)
                     apart = self._asynchronous or role.memory.options != ALL_STAY  # it leaves before writing
                     job.requests.append(write.snapshot(request, apart))
