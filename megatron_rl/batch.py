@@ -30,6 +30,7 @@ class Response:
     logprobs: tuple[float, ...]  # log-probability of each token after temperature; empty where not asked for
     truncated: bool  # the length limit ended it, not EOS or a stop string
     weight_version: int  # number of the weight sync whose weights generated it
+    seconds: float = 0.0  # from the start of the generation to its last token; 0 where the engine does not tell
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/tokens": ("tokens", "response tokens generated"),
     "rollout/length_mean": ("tokens", "mean response length"),
     "rollout/truncated": ("fraction", "responses that the length limit ended"),
+    "rollout/tail": ("fraction", "of the generation's time, after nine tenths of the responses had ended"),
     "rollout/seconds": ("s", "time of the generation"),
     "rollout/tokens_per_second": ("tokens/s", "response tokens over that time, all ranks together"),
     "sync/bytes_received": ("B", "weights that rank 0 got from others"),

@@ -44,7 +44,7 @@ def test_packing_keeps_responses(logprobs: bool):
     """Flat tensors carry every field of every response, log-probabilities to float32, and nothing of none."""
     sizes = (3, 1, 7)
     responses = [
-        Response(tuple(range(n)), tuple(-0.1 * (i + 1) for i in range(n)) if logprobs else (), n == 7, 5)
+        Response(tuple(range(n)), tuple(-0.1 * (i + 1) for i in range(n)) if logprobs else (), n == 7, 5, 0.25 * n)
         for n in sizes
     ]
     packed = _Packed.of([4, 0, 9], responses)
@@ -53,6 +53,7 @@ def test_packing_keeps_responses(logprobs: bool):
         assert list(found) == [4, 0, 9]
         for response, back in zip(responses, found.values(), strict=True):
             assert (back.token_ids, back.truncated, back.weight_version) == (response.token_ids, response.truncated, 5)
+            assert back.seconds == response.seconds
             assert torch.tensor(back.logprobs).equal(torch.tensor(response.logprobs))
     else:
         assert all(back.logprobs == () for back in packed.responses().values())

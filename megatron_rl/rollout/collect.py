@@ -58,7 +58,7 @@ class _Packed:
     """Responses as two flat tensors, so that gathering them serialises no objects."""
 
     integers: Tensor  # int64: per response (sample number, length, truncated, version), then all token ids
-    logprobs: Tensor  # float32 [tokens]
+    floats: Tensor  # float32: per response its seconds, then all log-probabilities
     count: int
 
     @staticmethod
@@ -68,15 +68,16 @@ class _Packed:
         ]
         tokens = [t for r in responses for t in r.token_ids]
         integers = torch.tensor([x for head in heads for x in head] + tokens, dtype=torch.int64)
-        return _Packed(integers, torch.tensor([x for r in responses for x in r.logprobs]).float(), len(responses))
+        floats = [r.seconds for r in responses] + [x for r in responses for x in r.logprobs]
+        return _Packed(integers, torch.tensor(floats).float(), len(responses))
 
     def all_gather(self, topology: Topology) -> list["_Packed"]:
-        sizes = torch.tensor([len(self.integers), len(self.logprobs), self.count])
+        sizes = torch.tensor([len(self.integers), len(self.floats), self.count])
         all_sizes = [torch.zeros_like(sizes) for _ in range(topology.world_size)]
         dist.all_gather(all_sizes, sizes, group=topology.cpu_group)
         widest = torch.stack(all_sizes).amax(0).tolist()
         gathered = []
-        for mine, width in ((self.integers, widest[0]), (self.logprobs, widest[1])):
+        for mine, width in ((self.integers, widest[0]), (self.floats, widest[1])):
             padded = torch.zeros(width, dtype=mine.dtype)
             padded[: len(mine)] = mine
             parts = [torch.empty_like(padded) for _ in range(topology.world_size)]
@@ -87,10 +88,11 @@ class _Packed:
 
     def responses(self) -> dict[int, Response]:
         heads = self.integers[: 4 * self.count].view(-1, 4).tolist()
-        tokens, logprobs, at = self.integers[4 * self.count :].tolist(), self.logprobs.tolist(), 0
+        tokens, floats, at = self.integers[4 * self.count :].tolist(), self.floats.tolist(), 0
+        seconds, logprobs = floats[: self.count], floats[self.count :]
         found = {}
-        for number, length, truncated, version in heads:
+        for (number, length, truncated, version), ended in zip(heads, seconds, strict=True):
             part = slice(at, at + length)
-            found[number] = Response(tuple(tokens[part]), tuple(logprobs[part]), bool(truncated), version)
+            found[number] = Response(tuple(tokens[part]), tuple(logprobs[part]), bool(truncated), version, ended)
             at += length
         return found

@@ -1,7 +1,9 @@
 """Requests and responses of the engine: what is asked of vLLM and what of its answer is kept."""
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +105,8 @@ def generate(
     if captures:
         lengths = [len(request.token_ids) for request in requests]
         capture.begin([request.seed for request in requests], lengths, options.max_tokens)
-    outputs = llm.generate(prompts, params, use_tqdm=progress) if prompts else []
+    with finish_times(llm) as seconds:
+        outputs = llm.generate(prompts, params, use_tqdm=progress) if prompts else []
     completions = [output.outputs[0] for output in outputs]
     if captures:
         rows = capture.end().tolist()
@@ -112,11 +115,34 @@ def generate(
         logprobs = [tuple(c.logprobs.logprobs) for c in completions]
     else:
         logprobs = [()] * len(completions)
-    return [_response(*pair, options.logprobs, weight_version) for pair in zip(completions, logprobs, strict=True)]
+    ended = [seconds[output.request_id] for output in outputs]
+    found = zip(completions, logprobs, ended, strict=True)
+    return [_response(c, values, options.logprobs, weight_version, at) for c, values, at in found]
 
 
-def _response(completion: Any, logprobs: tuple[float, ...], with_logprobs: bool, weight_version: int) -> Response:
+@contextmanager
+def finish_times(llm: "LLM") -> Iterator[dict[str, float]]:
+    """Seconds into the block at which each request was complete, by its id."""
+    engine, started, seconds = llm.llm_engine, time.perf_counter(), {}
+    step = engine.step
+
+    def timed_step() -> Any:
+        outputs = step()
+        now = time.perf_counter() - started
+        seconds.update({output.request_id: now for output in outputs if output.finished})
+        return outputs
+
+    engine.step = timed_step
+    try:
+        yield seconds
+    finally:
+        engine.step = step
+
+
+def _response(
+    completion: Any, logprobs: tuple[float, ...], with_logprobs: bool, weight_version: int, seconds: float
+) -> Response:
     token_ids = tuple(completion.token_ids)
     assert token_ids, f"vLLM gave no token (it finished with {completion.finish_reason!r})"
     assert not with_logprobs or len(logprobs) == len(token_ids), "one log-probability for each sampled token"
-    return Response(token_ids, logprobs, completion.finish_reason == "length", weight_version)
+    return Response(token_ids, logprobs, completion.finish_reason == "length", weight_version, seconds)
