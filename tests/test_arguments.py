@@ -182,6 +182,8 @@ def test_bad_config_is_named(capsys: pytest.CaptureFixture, tmp_path: Path, text
             ["--critic-warmup-iters 9", "rloo"],
         ),
         (1, ["--rollout-reject", "nonsense:1"], ["--rollout-reject", "nonsense"]),
+        (1, ["--vllm-args", "dtype=float32"], ["dtype=float32", "bfloat16", "--rollout-weights copy"]),
+        (1, ["--vllm-args", "dtype=fp8", "--rollout-weights", "copy"], ["dtype=fp8", "none of bfloat16"]),
     ],
     ids=lambda value: "_".join(map(str, value)) if isinstance(value, list) else str(value),
 )
