@@ -18,7 +18,7 @@ MODEL=(--hf-model "$MODEL_DIR" --bf16 --fp32-residual-connection)
 LAYOUT=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --rollout-tensor-parallel-size 1) # 2 ranks: DP 2
 DATA=(--train-data examples/data/topics.jsonl --max-prompt-length 64)
 REWARD=(--reward 'format:[A-Z][^.!?]*[.!?]')
-ROLLOUT=(--rollout-batch-size 4 --n-samples-per-prompt 4 --max-response-length 24 --temperature 1.0)
+ROLLOUT=(--rollout-batch-size 4 --n-samples-per-prompt 4 --max-response-length 24 --temperature 1.0 --kv-cache-gb 0.2)
 ALGORITHM=(--advantage-estimator grpo --policy-loss ppo --clip-low 0.2 --clip-high 0.2)
 OPTIMIZER=(--lr 5e-5 --clip-grad 1.0 --max-tokens-per-micro-batch 1024)
 RUN=(--train-iters 16 --show-samples 2 --vllm-args enforce_eager=true --output-dir output/grpo_smollm2)

@@ -25,7 +25,7 @@ MODEL=(--hf-model "$MODEL_DIR" --bf16 --fp32-residual-connection)
 LAYOUT=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --rollout-tensor-parallel-size 1) # 2 ranks: DP 2
 DATA=(--train-data examples/data/preferences.jsonl --prompt-key prompt --max-prompt-length 64)
 REWARD=(--reward-model "$REWARD_DIR")
-ROLLOUT=(--rollout-batch-size 4 --n-samples-per-prompt 4 --max-response-length 24 --temperature 1.0)
+ROLLOUT=(--rollout-batch-size 4 --n-samples-per-prompt 4 --max-response-length 24 --temperature 1.0 --kv-cache-gb 0.2)
 ALGORITHM=(--advantage-estimator gae --gamma 1.0 --gae-lambda 1.0 --policy-loss ppo --kl-coef 0.02 --kl-in reward)
 OPTIMIZER=(--lr 3e-5 --critic-lr 5e-5 --clip-grad 1.0 --max-tokens-per-micro-batch 1024)
 RUN=(--train-iters 12 --show-samples 2 --vllm-args enforce_eager=true --output-dir output/ppo_reward_model_smollm2)
