@@ -5,7 +5,8 @@ r"""Times of the training step, the rollout and the whole step, each beside what
 
 The parts run one after the other, each in a process of its own:
     update   log-probability pass and optimizer step on --sequences x --length random tokens, in model FLOP/s
-    rollout  tokens per second of the colocated engine with log-probabilities, and again with vLLM's own for comparison
+    rollout  tokens per second of the colocated engine with log-probabilities, and again with vLLM's own for comparison;
+             --rollout-backend hf measures transformers' generate, where the forced lengths are only upper limits
     bare     the same requests given to vLLM alone, without log-probabilities, seeds or a trainer
     whole    GRPO steps of train_ppo.py on random prompts of --max-prompt-length tokens
     trl      the same steps by TRL's GRPOTrainer with its colocated vLLM
@@ -197,7 +198,7 @@ def rollout(args: Any) -> dict[str, Any]:
     with forced_lengths(args):
         seconds = measured(lambda: found.append(engine.generate(requests, options)), args.repeats)
         result = speed(seconds, sum(len(r.token_ids) for r in found[-1]))
-        if engine.capture is not None:  # the same seeds, so mostly the same tokens: their log-probabilities by vLLM
+        if args.rollout_backend == "vllm" and engine.capture is not None:  # the same seeds, so mostly the same tokens: their log-probabilities by vLLM
             ours, engine.capture = found[-1], None
             seconds = measured(lambda: found.append(engine.generate(requests, options)), 1)
             result |= {"vllm_logprobs_tok_s": result["tokens"] / seconds} | differences(ours, found[-1])
