@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 8 train_ppo.py --hf-model DIR --train-data prompts.jsonl --reward math_verify ...
 
 Read `train` from top to bottom: it is the whole algorithm, and it shows when each model and the KV cache are on the
-device. Shape suffixes: B sequences of the rollout batch, R the longest response.
+device. How a rollout is drawn and scored stands in megatron_rl/sampling.py. Shape suffixes: B sequences of the rollout
+batch, R the longest response.
 """
 
 import argparse

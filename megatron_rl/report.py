@@ -150,10 +150,11 @@ def evaluation(recorder: Recorder, metrics: dict[str, float], pairs: int, second
 def policy_evaluation(
     recorder: Recorder, step: int, samples: list[Sample], metrics: dict[str, float], seconds: float
 ) -> None:
-    """`metrics` by name, of evaluate.py."""
+    """`metrics` by name, of evaluate.py; those of single data_sources are not in the line."""
     lengths = [len(s.response.token_ids) for s in samples]
     recorder.keep(metrics)
-    shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+    whole = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.count("/") == 1}
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in whole.items())
     recorder.stage(
         "eval",
         f"after step {step}: {len(samples)} samples, {shown}, {seconds:.1f} s",
