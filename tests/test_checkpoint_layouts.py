@@ -76,10 +76,9 @@ def test_layouts_exchange_weights_and_optimizer(torchrun, tmp_path, model):
     broken = a / "iter_0000003" / "critic" / "__1_0.distcp"
     flipped = {"name": "broken", "flags": flags(model, 2, 1, "--load", a), "flip": str(broken)}
     plan = [dict(zip(keys, scene, strict=True)) for scene in scenes]
-    many, all_in_one = tmp_path / "many", tmp_path / "all_in_one"  # norms of 64 leave gaps between gradient buckets
+    many = tmp_path / "many"  # gradient buckets, each of them spread over both ranks
     plan.append({"name": "buckets", "flags": flags(model, 1, 1, "--save", many, "--overlap-grad-reduce"), "steps": 2})
     plan[-1]["bucket"] = 5000
-    plan.append({"name": "bucket", "flags": flags(model, 1, 1, "--save", all_in_one), "steps": 2})
     out = play(torchrun, tmp_path, 2, [*plan, flipped])
     assert f"broken: warning: iter_0000003 is broken: {broken} is corrupted" in out
     assert f"broken: [load] {a / 'iter_0000002'}: step 2" in out
@@ -87,7 +86,9 @@ def test_layouts_exchange_weights_and_optimizer(torchrun, tmp_path, model):
         for role in ("policy", "critic"):
             assert assert_same(a / "iter_0000002" / role, other / "iter_0000002" / role) > 50
     for role in ("policy", "critic"):
-        assert_same(many / "iter_0000002" / role, all_in_one / "iter_0000002" / role)
+        saved = tensors(many / "iter_0000002" / role)
+        for name in (name for name in saved if not name.startswith("optimizer.")):
+            assert torch.equal(saved[f"optimizer.state.param.{name}"].to(saved[name].dtype), saved[name]), name
         assert_same(a / "iter_0000003" / role, f / "iter_0000003" / role)
         assert_same(tmp_path / "g" / "iter_0000001" / role, e / "iter_0000001" / role)
     assert "PP2: [load]" in out and "optimizer step 2" in out and "TP 2 -> 1" in out

@@ -1,7 +1,6 @@
 """The distributed optimizer's state brought to its data-parallel rank 0 for a checkpoint, touched once.
 
-megatron-core's own way makes seven copies on the host, also where one rank holds it all, and it loses the padding
-between gradient buckets that its caller counts: what lies after such a gap is saved shifted by it.
+megatron-core's own way makes seven copies on the host, also where one rank holds it all.
 """
 
 from collections.abc import Iterator
