@@ -14,7 +14,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 bash tools/setup_env.sh
 .venv/bin/python tools/unpack_smollm2.py --out "$MODEL_DIR"
 
-MODEL=(--hf-model "$MODEL_DIR" --bf16 --fp32-residual-connection)
+MODEL=(--hf-model "$MODEL_DIR" --bf16)
 LAYOUT=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --rollout-tensor-parallel-size 1) # 2 ranks: DP 2
 DATA=(--train-data examples/data/topics.jsonl --max-prompt-length 64)
 REWARD=(--reward 'format:[A-Z][^.!?]*[.!?]')

@@ -21,7 +21,7 @@ if [[ ${DRY_RUN:-0} != 1 ]]; then
         --eval-data examples/data/preferences_eval.jsonl --out "$REWARD_DIR"
 fi
 
-MODEL=(--hf-model "$MODEL_DIR" --bf16 --fp32-residual-connection)
+MODEL=(--hf-model "$MODEL_DIR" --bf16)
 LAYOUT=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --rollout-tensor-parallel-size 1) # 2 ranks: DP 2
 DATA=(--train-data examples/data/preferences.jsonl --prompt-key prompt --max-prompt-length 64)
 REWARD=(--reward-model "$REWARD_DIR")

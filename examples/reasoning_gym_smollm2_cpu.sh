@@ -20,7 +20,7 @@ TASK=ransom_note:max_note_length=4,max_magazine_length=6
 .venv/bin/python tools/reasoning_gym_data.py "$TASK" --rows 200 --seed 1 --out "$DATA_DIR/train.jsonl"
 .venv/bin/python tools/reasoning_gym_data.py "$TASK" --rows 16 --seed 2 --out "$DATA_DIR/eval.jsonl"
 
-MODEL=(--hf-model "$MODEL_DIR" --bf16 --fp32-residual-connection)
+MODEL=(--hf-model "$MODEL_DIR" --bf16)
 LAYOUT=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --rollout-tensor-parallel-size 1) # 2 ranks: DP 2
 DATA=(--train-data "$DATA_DIR/train.jsonl" --max-prompt-length 128)
 PROMPT=(--system-prompt "Reply with one word: True or False.")
