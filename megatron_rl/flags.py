@@ -144,8 +144,8 @@ def _rollout(group: Group) -> None:
     add("--n-samples-per-prompt", type=count, default=1, metavar="N",
         help="responses generated for each prompt")
     add("--rollout-backend", default="vllm", choices=["vllm", "hf"],
-        help="what generates; hf: transformers' generate, in batches of 64, on a second copy of the whole model on every "
-             "rank. It is for comparison with vllm only, on the CPU or one GPU")
+        help="what generates; hf: transformers' generate, in batches of 64, on a second copy of the whole model on "
+             "every rank. It is for comparison with vllm only, on the CPU or one GPU")
     add("--rollout-tensor-parallel-size", type=count, default=None, metavar="N",
         help="ranks that share one vLLM engine; default: the training's tensor parallel size")
     switch(group, "--dynamic-sampling", False,
