@@ -20,6 +20,7 @@ from megatron_rl.data.packing import PackingOptions, plan_micro_batches
 from megatron_rl.data.prompts import PromptDataset, PromptOptions, load_prompts
 from megatron_rl.data.text import TextFormat
 from megatron_rl.initialize import Topology, initialize
+from megatron_rl.memory.estimate import kv_bytes_of_sequence
 from megatron_rl.metrics import Recorder, bytes_text, open_recorder
 from megatron_rl.models.config import (
     HFConfig,
@@ -194,9 +195,8 @@ def _kv_cache_bytes(args: argparse.Namespace, roles: list[Role | None], tp: int,
     """
     if args.kv_cache_gb is not None:
         return int(args.kv_cache_gb * 1e9)
-    hf, block = roles[0].hf, 128  # tokens; what vLLM rounds a sequence up to, at most
-    a_token = 2 * hf.layers * max(1, hf.kv_heads // tp) * hf.head_dim * rollout_dtype(args).itemsize
-    a_sequence = (-(-(args.max_prompt_length + args.max_response_length) // block) + 1) * block * a_token
+    longest = args.max_prompt_length + args.max_response_length
+    a_sequence = kv_bytes_of_sequence(roles[0].hf, tp, longest, rollout_dtype(args).itemsize)
     replicas = topology.world_size // tp
     wanted = -(-args.rollout_batch_size * args.n_samples_per_prompt // replicas) * a_sequence
     platform.empty_cache()

@@ -14,6 +14,7 @@ from megatron_rl.arguments import layout_sizes, sampling_warnings, world_size
 from megatron_rl.batch import Batch, Sample
 from megatron_rl.builders import Run, needs_reference, pairs_per_step, sampling_options
 from megatron_rl.data.prompts import PromptDataset
+from megatron_rl.memory.setup import dpo_setup, ppo_setup, summary
 from megatron_rl.metrics import RULE_PREFIX, Recorder, bytes_text
 from megatron_rl.models.config import HFConfig, check_layout, dims
 from megatron_rl.rewards.router import Scores
@@ -30,30 +31,24 @@ def parameters(hf: HFConfig, kind: str = "lm") -> int:
 
 
 def _model_lines(args: argparse.Namespace, hf: HFConfig) -> list[str]:
-    """Model, training layout and the policy's memory."""
+    """Model and training layout."""
     ranks, sizes = world_size(args), layout_sizes(args)
     data_parallel = ranks // (sizes.tp * sizes.pp)
     stages = check_layout(hf, sizes, args.sequence_parallel).stages
     layers = "+".join(str(sum(map(len, chunks))) for chunks in stages)
-    element = 2 if args.bf16 else 4
-    count = parameters(hf)
-    per_rank = count / (sizes.tp * sizes.pp)
-    state = 12 if args.bf16 else 8  # master weights and two moments, or the moments alone
-    held = {
-        "weights": per_rank * element,
-        "gradients": per_rank * 4,
-        "optimizer": per_rank * state / (data_parallel if args.use_distributed_optimizer else 1),
-    }
-    memory = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items())
     return [
-        f"model     {args.hf_model}: {hf.family}, {count / 1e6:,.1f} M parameters, {hf.layers} layers, "
+        f"model     {args.hf_model}: {hf.family}, {parameters(hf) / 1e6:,.1f} M parameters, {hf.layers} layers, "
         f"{hf.heads} heads ({hf.kv_heads} key-value), vocabulary {hf.vocab:,}, {'bf16' if args.bf16 else 'fp32'}",
         f"training  {ranks} ranks = TP {sizes.tp} x PP {sizes.pp} (layers {layers}) x DP {data_parallel}"
         + (f", {sizes.vpp} chunks a stage" if sizes.vpp > 1 else "")
         + (f", EP {sizes.ep}" if sizes.ep > 1 else "")
         + (", sequence parallel" if args.sequence_parallel else ""),
-        f"a rank    of the policy: {memory}",
     ]
+
+
+def _device(args: argparse.Namespace) -> int | None:
+    """Bytes of this rank's GPU; None where there is none, or the run is to be elsewhere."""
+    return platform.device_memory()[1] if platform.device_type() == "cuda" and not args.dry_run else None
 
 
 def describe(args: argparse.Namespace, hf: HFConfig) -> str:
@@ -71,6 +66,7 @@ def describe(args: argparse.Namespace, hf: HFConfig) -> str:
             f"a step    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {samples}, "
             f"{args.update_epochs} epochs of {-(-samples // batch)} optimizer steps of {batch}, "
             f"micro-batches up to {args.max_tokens_per_micro_batch:,} tokens",
+            *summary(ppo_setup(args, hf), _device(args)),
         ]
     )
 
@@ -85,6 +81,7 @@ def describe_preference(args: argparse.Namespace, hf: HFConfig) -> str:
             f"loss      {args.dpo_loss}, beta {args.beta:g}, {reference}",
             f"a step    {pairs_per_step(args)} pairs of two sequences up to {args.max_length} tokens, "
             f"micro-batches up to {args.max_tokens_per_micro_batch:,} tokens; the run has {length}",
+            *summary(dpo_setup(args, hf), _device(args)),
         ]
     )
 

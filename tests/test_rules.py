@@ -25,6 +25,7 @@ ORDER = (
         "flag_types",
         "flags",
         "arguments",
+        "memory",
         "roles",
         "step",
         "rewards",  # a reward model is a role that takes a step
