@@ -190,6 +190,7 @@ def test_any_layout(start: Callable[..., Seen], nproc: int, flags: list) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("trained, engine", [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_engine_of_another_dtype(start: Callable[..., Seen], trained: str, engine: str) -> None:
     """TP 2 -> TP 1 with --rollout-weights copy: weights are those that vLLM's loader makes of the trainer's, bitwise;
