@@ -30,8 +30,8 @@ def ask(port: int, path: str, body: dict | None = None) -> dict | None:
         return None
 
 
-def serve_and_ask(folder: Path, prompts: list[str], log: Path) -> list[str]:
-    """Greedy texts of 12 tokens from vLLM's OpenAI server on the loopback address."""
+def serve_and_ask(folder: Path, prompts: list[str], log: Path) -> list[dict]:
+    """Greedy answers of 12 tokens, and their ids, from vLLM's OpenAI server on the loopback address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -46,9 +46,9 @@ def serve_and_ask(folder: Path, prompts: list[str], log: Path) -> list[str]:
         while ask(port, "/v1/models") is None:
             assert process.poll() is None and time.monotonic() - begun < 400, log.read_text()[-3000:]
             time.sleep(1)
-        body = {"model": str(folder), "temperature": 0, "max_tokens": 12}
+        body = {"model": str(folder), "temperature": 0, "max_tokens": 12, "return_token_ids": True}
         answers = [ask(port, "/v1/completions", body | {"prompt": prompt}) for prompt in prompts]
-        return [answer["choices"][0]["text"] for answer in answers if answer]
+        return [answer["choices"][0] for answer in answers if answer]
     finally:
         launch.kill_tree(process)
 
@@ -56,7 +56,7 @@ def serve_and_ask(folder: Path, prompts: list[str], log: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_export_serves_and_loads(tmp_path):
-    """Greedy answers over HTTP are those that the run printed at its end; transformers loads actor and critic."""
+    """Over HTTP come the texts and tokens that the run's own engine gave; transformers loads actor and critic."""
     import transformers
 
     model = tiny_tokenizer(tiny_model(tmp_path / "model", "qwen2"))
@@ -66,12 +66,15 @@ def test_export_serves_and_loads(tmp_path):
         --max-prompt-length 16 --max-response-length 12 --rollout-batch-size 3 --n-samples-per-prompt 2 --lr 1e-2
         --no-progress --output-dir {tmp_path}/out --vllm-args enforce_eager=true --train-iters 2 --show-samples 3
         --no-bf16"""
-    out = launch.check(launch.torchrun(1, "train_ppo.py", *flags.split(), timeout=400))
+    out = launch.check(launch.torchrun(1, "tests/serve_program.py", *flags.split(), timeout=400))
     shown = re.findall(r"^\[after\] (.*) -> (.*)$", out, re.MULTILINE)
     expected = {ast.literal_eval(prompt): ast.literal_eval(text) for prompt, text in shown}
     assert expected.keys() == set(prompts) and out.count("[before]") == 3
     answers = serve_and_ask(tmp_path / "out" / "actor", prompts, tmp_path / "log")
-    assert answers == [expected[prompt] for prompt in prompts]
+    assert [answer["text"] for answer in answers] == [expected[prompt] for prompt in prompts]
+    tokens = json.loads(re.search(r"^tokens (.*)$", out, re.MULTILINE)[1])
+    assert [[answer["prompt_token_ids"], answer["token_ids"]] for answer in answers] == tokens
+    assert len({str(response) for _, response in tokens}) > 1 and all(response for _, response in tokens)
     for head, folder in (("CausalLM", "actor"), ("SequenceClassification", "critic")):
         kind = getattr(transformers, f"AutoModelFor{head}")
         loaded, info = kind.from_pretrained(tmp_path / "out" / folder, output_loading_info=True)
