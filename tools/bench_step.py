@@ -5,7 +5,7 @@ r"""Times of the training step, the rollout and the whole step, each beside what
 
 The parts run one after the other, each in a process of its own:
     update   log-probability pass and optimizer step on --sequences x --length random tokens, in model FLOP/s
-    rollout  tokens per second of the colocated engine with log-probabilities, and again with vLLM's own for comparison;
+    rollout  tokens per second of the colocated engine with log-probabilities, and again with vLLM's own ones;
              --rollout-backend hf measures transformers' generate, where the forced lengths are only upper limits
     bare     the same requests given to vLLM alone, without log-probabilities, seeds or a trainer
     whole    GRPO steps of train_ppo.py on random prompts of --max-prompt-length tokens
@@ -198,7 +198,8 @@ def rollout(args: Any) -> dict[str, Any]:
     with forced_lengths(args):
         seconds = measured(lambda: found.append(engine.generate(requests, options)), args.repeats)
         result = speed(seconds, sum(len(r.token_ids) for r in found[-1]))
-        if args.rollout_backend == "vllm" and engine.capture is not None:  # the same seeds, so mostly the same tokens: their log-probabilities by vLLM
+        if args.rollout_backend == "vllm" and engine.capture is not None:
+            # the same seeds, so mostly the same tokens: their log-probabilities by vLLM
             ours, engine.capture = found[-1], None
             seconds = measured(lambda: found.append(engine.generate(requests, options)), 1)
             result |= {"vllm_logprobs_tok_s": result["tokens"] / seconds} | differences(ours, found[-1])
@@ -283,75 +284,16 @@ def whole(args: Any) -> dict[str, Any]:
 
 
 def trl(args: Any) -> dict[str, Any]:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-    from vllm import LLM
+    from trl_steps import steps  # beside this file
 
-    rows = [json.loads(line) for line in Path(write_prompts(args)).read_text().splitlines()]
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    config = GRPOConfig(
-        output_dir=f"{args.output_dir}/trl",
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.3,
-        vllm_max_model_length=args.max_prompt_length + args.max_response_length,
-        max_completion_length=args.max_response_length,
-        num_generations=args.n_samples_per_prompt,
-        per_device_train_batch_size=args.trl_micro_batch,
-        gradient_accumulation_steps=samples // args.trl_micro_batch,
-        max_steps=args.repeats + 1,
-        learning_rate=args.lr,
-        beta=0.0,
-        bf16=True,
-        gradient_checkpointing=args.recompute_granularity == "full",
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-    )
-    steps: list[float] = []
-    rollouts: list[tuple[float, int]] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
-            steps.append(-time.perf_counter())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
-            steps[-1] += time.perf_counter()
-
-    def reward(completions: Sequence[str], **_: Any) -> list[float]:
-        return [float(len(text) % 7) for text in completions]
-
-    model = AutoModelForCausalLM.from_pretrained(args.hf_model, dtype=torch.bfloat16, attn_implementation="sdpa")
     with forced_lengths(args):
-        generate = LLM.generate
-
-        def timed_generate(*a: Any, **k: Any) -> Any:
-            started = time.perf_counter()
-            outputs = generate(*a, **k)
-            rollouts.append((time.perf_counter() - started, sum(len(o.outputs[0].token_ids) for o in outputs)))
-            return outputs
-
-        LLM.generate = timed_generate
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
-            args=config,
-            train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(args.hf_model),
-            callbacks=[Clock()],
-        )
-        trainer.train()
-    best = min(range(1, len(steps)), key=lambda i: steps[i])
-    seconds, tokens = rollouts[best]
+        seconds, rollout_s, tokens = steps(args, write_prompts(args))
     return {
-        "step_s": steps[best],
-        "rollout_s": seconds,
-        "update_s": steps[best] - seconds,
+        "step_s": seconds,
+        "rollout_s": rollout_s,
+        "update_s": seconds - rollout_s,
         "tokens": tokens,
-        "tok_s": tokens / steps[best],
+        "tok_s": tokens / seconds,
         "peak_gb": platform.max_memory_allocated() / 1e9,
     }
 
