@@ -16,6 +16,7 @@ from megatron_rl.memory.estimate import (
     Rollout,
     Setup,
     kv_bytes_of_sequence,
+    role_state,
     worst_stage,
 )
 from megatron_rl.models.config import HFConfig, check_layout, dims, read_hf_config
@@ -113,19 +114,30 @@ def _unshared(args: argparse.Namespace, hf: HFConfig, tp: int) -> int:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
+def _size(item: Item) -> int:
+    return item.size if item.on_device else 0
+
+
 def _gb(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
 def summary(setup: Setup, device: int | None = None) -> list[str]:
-    """A line a phase for the header of a run, and a warning where `device` bytes are too few."""
+    """A line a role and a phase for the header of a run, and a warning where `device` bytes are too few."""
     found = worst_stage(setup, device)
     where = f" of stage {found.stage}" if setup.training.sizes.pp > 1 else ""
     lines = [f"estimate  a rank{where} needs at most, with {setup.training.tokens:,} tokens in a micro-batch:"]
+    for role in setup.roles:
+        state = role_state(role, setup.training, found.stage)
+        held = {key: state[key] for key in ("weights", "gradients") if key in state}
+        held |= {"optimizer": sum(state.values()) - sum(held.values())} if role.trains else {}
+        lines.append(f"          {role.name}: " + ", ".join(f"{name} {_gb(size)}" for name, size in held.items()))
     for phase in found.phases:
-        largest = sorted((item for item in phase.items if item.on_device), key=lambda item: -item.size)[:4]
-        parts = ", ".join(f"{item.name} {_gb(item.size)}" for item in largest)
-        lines.append(f"          {phase.name} {_gb(phase.on_device)}: {parts} ...")
+        own = max(
+            (i for i in phase.items if i.name.endswith((": activations", ": KV cache"))), key=_size, default=None
+        )
+        note = "" if own is None or not own.on_device else f", {_gb(own.size)} of it {own.name.split(': ')[1]}"
+        lines.append(f"          {phase.name} {_gb(phase.on_device)}{note}")
     if device is not None and found.peak.on_device > FULL * device:
         lines.append(
             f"warning: that is more than {FULL:.0%} of the device's {_gb(device)}; tools/estimate_memory.py names the "
