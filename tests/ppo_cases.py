@@ -16,7 +16,7 @@ BATCHES = {  # name -> (prompt, response) lengths; "long": one of 500 tokens and
     "long": ((20, 480), *[(10, 10)] * 8),
     "one": ((6, 11),),
 }
-BATCHES["wide"] = BATCHES["spread"] * 6  # roundings of bf16 average out over its 1128 tokens
+BATCHES["wide"] = BATCHES["spread"] * 24  # roundings of bf16 average out over its 4512 tokens
 ENTROPY, KL, CLIP, VALUE_CLIP = 0.01, 0.1, 0.2, 0.2
 FLAGS = f"""--train-data none --reward length --kl-coef {KL} --kl-in loss --kl-estimator k3 --entropy-coef {ENTROPY}
     --lr 0.02 --adam-eps 0.1 --clip-grad 1.0 --value-clip {VALUE_CLIP}""".split()  # Adam's eps: no steps by sign alone
