@@ -43,7 +43,7 @@ from megatron_rl.rewards.model import RewardModel, RewardText, check_head, token
 from megatron_rl.rewards.router import RuleRewards, entries_from_config, entries_from_specs
 from megatron_rl.roles import Role, build_reward_role, load_tokenizer, trained_weights
 from megatron_rl.rollout.engine import Engine, EngineOptions, SamplingOptions, TrainedWeights
-from megatron_rl.rollout.hf_backend import HFEngine
+from megatron_rl.rollout.hf_backend import HFEngine, RolloutEngine
 from megatron_rl.rollout.startup import can_place
 from megatron_rl.step import Loss, Plan
 from megatron_rl.weights.arch import Dims
@@ -149,7 +149,7 @@ def build_reward_models(run: Run, rewards: RuleRewards, hf: HFConfig) -> tuple[R
     return tuple(models)
 
 
-def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> Engine | HFEngine:
+def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: Topology) -> RolloutEngine:
     """The vLLM engine, or transformers in its place, on the live weights of the first role, beside all of them."""
     policy = roles[0]
     assert policy is not None, "the policy comes first"

@@ -12,7 +12,7 @@ from megatron_rl.batch import Prompt
 from megatron_rl.builders import Run
 from megatron_rl.metrics import timed
 from megatron_rl.rollout.collect import collect
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.hf_backend import RolloutEngine
 from megatron_rl.rollout.startup import own_rng
 from megatron_rl.sampling import Scored, Scorer, score, synchronise
 
@@ -54,7 +54,7 @@ def summary(prompts: Sequence[Prompt], rewards: Sequence[float], n: int, thresho
     return metrics
 
 
-def evaluate(run: Run, engine: Engine, prompts: Sequence[Prompt], scorer: Scorer, step: int) -> None:
+def evaluate(run: Run, engine: RolloutEngine, prompts: Sequence[Prompt], scorer: Scorer, step: int) -> None:
     """Scores the policy as it is after `step` steps. The engine may be awake or asleep; afterwards it sleeps."""
     args, n = run.args, run.args.eval_samples_per_prompt
     synchronise(run, engine)

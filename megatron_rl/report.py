@@ -20,7 +20,8 @@ from megatron_rl.models.config import HFConfig, check_layout, dims
 from megatron_rl.rewards.router import Scores
 from megatron_rl.roles import Role
 from megatron_rl.rollout.collect import collect
-from megatron_rl.rollout.engine import Engine, SyncReport
+from megatron_rl.rollout.engine import SyncReport
+from megatron_rl.rollout.hf_backend import RolloutEngine
 from megatron_rl.step import StepReport
 from megatron_rl.weights.layouts import hf_shapes
 
@@ -161,7 +162,7 @@ def policy_evaluation(
     )
 
 
-def show_samples(run: Run, when: str, prompts: PromptDataset, engine: Engine) -> None:
+def show_samples(run: Run, when: str, prompts: PromptDataset, engine: RolloutEngine) -> None:
     """Prints greedy responses to the first --show-samples prompts."""
     chosen = prompts.items[: run.args.show_samples]
     if not chosen:

@@ -16,7 +16,7 @@ from megatron_rl.rewards.model import RewardModel, score_samples
 from megatron_rl.rewards.router import RuleRewards, Scores, ScoringInput
 from megatron_rl.rewards.share import score_shared
 from megatron_rl.rollout.collect import collect
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.hf_backend import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Rollout:
     greedy_B: Tensor | None = None  # the reward of the greedy response to the sample's prompt (remax)
 
 
-def synchronise(run: Run, engine: Engine) -> None:
+def synchronise(run: Run, engine: RolloutEngine) -> None:
     """The engine gets the trainer's weights, then its KV cache."""
     synced = engine.sync()
     if run.args.verify_weights == "every" or (run.args.verify_weights == "first" and synced.version == 1):
@@ -74,7 +74,7 @@ def score(run: Run, samples: list[Sample], scorer: Scorer) -> Scored:
     return Scored(samples, texts, scores, seconds[0])
 
 
-def roll_out(run: Run, engine: Engine, prompts: PromptDataset, scorer: Scorer, step: int) -> Rollout:
+def roll_out(run: Run, engine: RolloutEngine, prompts: PromptDataset, scorer: Scorer, step: int) -> Rollout:
     """The samples of a step and their rewards. The engine comes awake, and sleeps while anything else works.
 
     With --dynamic-sampling groups whose rewards are all equal are dropped, and further prompts asked, round after
@@ -120,7 +120,7 @@ def roll_out(run: Run, engine: Engine, prompts: PromptDataset, scorer: Scorer, s
     )
 
 
-def _draw(run: Run, engine: Engine, prompts: list[Prompt], n: int, step: int, asked: int) -> list[Sample]:
+def _draw(run: Run, engine: RolloutEngine, prompts: list[Prompt], n: int, step: int, asked: int) -> list[Sample]:
     """n samples of each prompt, or the greedy one where n is 0; `asked` prompts of the step came before these."""
     options, first = builders.sampling_options(run.args, greedy=n == 0), asked * n
     bars = run.recorder.shows_bars

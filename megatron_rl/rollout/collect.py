@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_rl.batch import Prompt, Response, Sample
 from megatron_rl.initialize import Topology
-from megatron_rl.rollout.engine import Engine, GenerateRequest, SamplingOptions
+from megatron_rl.rollout.engine import GenerateRequest, SamplingOptions
+from megatron_rl.rollout.hf_backend import RolloutEngine
 
 
 def sample_seed(seed: int, step: int, sample: int) -> int:
@@ -26,7 +27,7 @@ def deal(prompts: int, n: int, replicas: int) -> list[list[int]]:
 
 
 def collect(
-    engine: Engine,
+    engine: RolloutEngine,
     prompts: list[Prompt],
     n: int,
     options: SamplingOptions,

@@ -20,7 +20,7 @@ from megatron_rl import platform
 from megatron_rl.batch import Response
 from megatron_rl.initialize import Topology
 from megatron_rl.rollout import startup
-from megatron_rl.rollout.engine import EngineOptions, SyncReport, TrainedWeights
+from megatron_rl.rollout.engine import Engine, EngineOptions, SyncReport, TrainedWeights
 from megatron_rl.rollout.generate import GenerateRequest, SamplingOptions, check_requests
 from megatron_rl.rollout.verify import differing_slices
 from megatron_rl.weights.layouts import Block, Param
@@ -134,6 +134,9 @@ class HFEngine:
             stopping_criteria=[sampler.ended],
         )
         return sampler.responses(self.version)
+
+
+RolloutEngine = Engine | HFEngine  # what --rollout-backend chooses from
 
 
 class _Sampler:
