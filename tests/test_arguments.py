@@ -146,6 +146,8 @@ def test_bad_config_is_named(capsys: pytest.CaptureFixture, tmp_path: Path, text
         (4, ["--pipeline-model-parallel-size", 4], ["4", "3 layers"]),
         (2, ["--rollout-tensor-parallel-size", 3], ["--rollout-tensor-parallel-size 3", "2 ranks"]),
         (8, ["--rollout-tensor-parallel-size", 8], ["--rollout-tensor-parallel-size 8", "4 attention heads"]),
+        (2, ["--rollout-backend", "hf", "--rollout-tensor-parallel-size", 2], ["hf", "parallel-size 2"]),
+        (1, ["--rollout-backend", "hf", "--vllm-args", "max_num_seqs=4"], ["--vllm-args max_num_seqs", "hf"]),
         (2, ["--expert-model-parallel-size", 3], ["--expert-model-parallel-size 3", "2 data-parallel"]),
         (1, ["--rollout-batch-size", 6, "--global-batch-size", 4], ["6 samples", "--global-batch-size 4"]),
         (1, ["--max-prompt-length", 200, "--max-response-length", 100], ["200", "100", "256"]),
