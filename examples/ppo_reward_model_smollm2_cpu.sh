@@ -19,6 +19,8 @@ REWARD_DIR=output/smollm2_reward_model
 if [[ ${DRY_RUN:-0} != 1 ]]; then
     .venv/bin/python tools/reward_head.py --hf-model "$MODEL_DIR" --train-data examples/data/preferences.jsonl \
         --eval-data examples/data/preferences_eval.jsonl --out "$REWARD_DIR"
+elif [[ ! -d $REWARD_DIR ]]; then
+    REWARD_DIR=$MODEL_DIR # of the same size
 fi
 
 MODEL=(--hf-model "$MODEL_DIR" --bf16)

@@ -91,7 +91,7 @@ def test_libraries_are_quiet(ppo: launch.Result):
     """Nothing is on the console but the program's own lines: no warnings, bars or logs of megatron-core or vLLM."""
     assert ppo.stderr == ""
     own = ("[", "model ", "training ", "a rank ", "rollout ", "a step ", "policy ", "critic ", "reference ", "memory ")
-    own += ("data ", "output ", "warning: ", "wrote ")
+    own += ("data ", "output ", "estimate ", "          ", "warning: ", "wrote ")
     foreign = [line for line in ppo.stdout.splitlines() if not line.startswith(own)]
     assert not foreign, foreign
 

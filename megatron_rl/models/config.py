@@ -102,7 +102,7 @@ def read_hf_config(folder: str | Path, max_length: int | None = None) -> HFConfi
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: --hf-model wants a folder with a Hugging Face model")
+        raise ValueError(f"{path} does not exist: --hf-model and other flags of models want a Hugging Face folder")
     try:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
