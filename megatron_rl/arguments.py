@@ -62,7 +62,7 @@ def _config_flags(parser: argparse.ArgumentParser, path: str) -> list[str]:
     import yaml
 
     if not os.path.isfile(path):
-        parser.error(f"--config {path}: no such file")
+        parser.error(f"--config {path}: " + ("a folder" if os.path.isdir(path) else "no such file"))
     try:
         with open(path, encoding="utf-8") as file:
             values = yaml.safe_load(file) or {}
@@ -76,8 +76,12 @@ def _config_flags(parser: argparse.ArgumentParser, path: str) -> list[str]:
         name = str(key).replace("_", "-")
         if name not in actions or name in ("config", "help", "version"):
             parser.error(f"--config {path}: unknown key {key}{_did_you_mean(name, list(actions))}")
+        switch = isinstance(actions[name], argparse.BooleanOptionalAction)
+        if switch and not isinstance(value, bool):
+            parser.error(f"--config {path}: {key} is true or false, not {value!r}")
+        if isinstance(value, list) and actions[name].nargs is None:
+            parser.error(f"--config {path}: {key} takes one value, not {value!r}")
         if isinstance(value, bool):
-            switch = isinstance(actions[name], argparse.BooleanOptionalAction)
             flags += [f"--{name}"] if value else [f"--no-{name}"] if switch else []
         elif isinstance(value, dict):
             flags += [f"--{name}", *(f"{k}={v}" for k, v in value.items())]
@@ -258,6 +262,9 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
     if args.kl_in == "loss" and args.kl_coef and args.kl_estimator == "k1":
         raise ValueError("--kl-estimator k1 has no gradient on average as a loss: with --kl-in loss take k2 or k3")
     check_old_logprobs(args)
+    if args.critic_hf_model is not None:
+        check_files([f"{args.critic_hf_model}/config.json"], "--critic-hf-model")
+        check_layout(read_hf_config(args.critic_hf_model), layout_sizes(args), args.sequence_parallel)
     if args.kl_coef:
         check_reference(args, hf, longest)
     if args.kl_target is not None and not args.kl_coef:

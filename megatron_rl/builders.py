@@ -110,7 +110,10 @@ def build_rewards(
     model that cannot be built."""
     entries = entries_from_config(args.reward_config) if args.reward_config else None
     entries = entries or entries_from_specs(args.reward, args.reward_model)
-    rewards = RuleRewards(entries, args.reward_workers, args.reward_timeout)
+    try:
+        rewards = RuleRewards(entries, args.reward_workers, args.reward_timeout)
+    except ValueError as error:
+        raise ValueError(f"--reward-config {args.reward_config}: {error}" if args.reward_config else error) from error
     for data in filter(None, prompts):
         rewards.check_rows([(p.index, p.row) for p in data.items])
     for folder in rewards.models.values():

@@ -52,6 +52,30 @@ def amount0(text: str) -> float:
     return _positive(float, text, zero=True)
 
 
+def top_k(text: str) -> int:
+    """A whole number of at least 1, or -1 (also 0) for all."""
+    value = int(text)
+    if value < -1:
+        raise argparse.ArgumentTypeError(f"{text} is neither -1 (all) nor above 0")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number that torch's and numpy's generators take."""
+    value = _positive(int, text, zero=True)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not below 2^32")
+    return value
+
+
+def decay(text: str) -> float:
+    """A number from 0 to below 1."""
+    value = fraction(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError("1 would never forget: it must be below 1")
+    return value
+
+
 def fraction(text: str) -> float:
     """A number from 0 to 1."""
     value = float(text)

@@ -6,6 +6,7 @@ A table: two lines a flag, so the formatter leaves it alone.
 
 import argparse
 
+from megatron_rl import flag_types
 from megatron_rl.flag_types import Group, KeyValues, amount, amount0, count, count0, fraction, switch
 
 
@@ -60,8 +61,8 @@ def _optimizer(group: Group) -> None:
     add("--lr-warmup-iters", type=count0, default=0, metavar="N",
         help="optimizer steps of linear warm-up from 0")
     add("--weight-decay", type=amount0, default=0.0, help="decoupled weight decay of matrices (AdamW)")
-    add("--adam-beta1", type=fraction, default=0.9, help="decay of the first moment")
-    add("--adam-beta2", type=fraction, default=0.95, help="decay of the second moment")
+    add("--adam-beta1", type=flag_types.decay, default=0.9, help="decay of the first moment")
+    add("--adam-beta2", type=flag_types.decay, default=0.95, help="decay of the second moment")
     add("--adam-eps", type=amount, default=1e-8, help="added to the root of the second moment")
     add("--clip-grad", type=amount0, default=1.0, metavar="NORM",
         help="largest global gradient norm; 0 does not clip")
@@ -83,7 +84,7 @@ def _batches(group: Group) -> None:
         help="tokens of a micro-batch at most; sequences are packed without padding")
     add("--logprob-chunk-tokens", type=count, default=1024, metavar="N",
         help="tokens whose logits exist at one time")
-    add("--seed", type=count0, default=1234, help="seed of data order, sampling and new heads")
+    add("--seed", type=flag_types.seed, default=1234, help="seed of data order, sampling and new heads")
 
 
 def _run(group: Group) -> None:
@@ -160,7 +161,7 @@ def _rollout(group: Group) -> None:
         help="sampling temperature; the trainer divides its logits by it too")
     add("--top-p", type=fraction, default=1.0,
         help="nucleus sampling mass; below 1 the importance ratio is no longer exact")
-    add("--top-k", type=int, default=-1,
+    add("--top-k", type=flag_types.top_k, default=-1,
         help="sample among the k likeliest tokens; -1: all. Otherwise the importance ratio is no longer exact")
     add("--stop", nargs="+", default=[], metavar="TEXT",
         help="texts that end a response, besides every EOS of generation_config.json; they stay in it")

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_rl.arguments import layout_sizes, parse, world_size  # noqa: E402
+from megatron_rl.flag_types import amount  # noqa: E402
 from megatron_rl.flags import DPO, PPO  # noqa: E402
 from megatron_rl.memory.estimate import check_fits  # noqa: E402
 from megatron_rl.memory.setup import dpo_setup, ppo_setup, table  # noqa: E402
@@ -23,7 +24,7 @@ from megatron_rl.models.config import check_layout, read_hf_config  # noqa: E402
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu-memory-gb", type=float, required=True, metavar="GB", help="memory of one GPU in GB")
+    parser.add_argument("--gpu-memory-gb", type=amount, required=True, metavar="GB", help="memory of one GPU in GB")
     parser.add_argument("script", choices=["ppo", "dpo"], help="whose flags follow")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of train_ppo.py or train_dpo.py")
     own = parser.parse_args(argv)

@@ -18,6 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_rl.flag_types import amount  # noqa: E402
 from megatron_rl.models.config import dims, read_hf_config  # noqa: E402
 from megatron_rl.weights.arch import Dims  # noqa: E402
 from megatron_rl.weights.layouts import hf_shapes, megatron_shards, train_layout  # noqa: E402
@@ -53,8 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rollout-weights", choices=("alias", "copy"), default="alias", help="as in train_ppo.py")
     parser.add_argument("--dtype-bytes", type=_positive, default=2, help="bytes of an element on both sides")
     parser.add_argument("--gpus-per-node", type=_positive, default=8, help="consecutive ranks that share a node")
-    parser.add_argument("--nvlink-gbs", type=float, default=450, help="GB/s of a rank within a node, each way")
-    parser.add_argument("--ib-gbs", type=float, default=50, help="GB/s of a rank between nodes, each way")
+    parser.add_argument("--nvlink-gbs", type=amount, default=450, help="GB/s of a rank within a node, each way")
+    parser.add_argument("--ib-gbs", type=amount, default=50, help="GB/s of a rank between nodes, each way")
     return parser.parse_args(argv)
 
 

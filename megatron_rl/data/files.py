@@ -90,7 +90,7 @@ def _load_module(path: Path, spec: str, flag: str) -> ModuleType:
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(f"{spec}: running {path} raised {type(error).__name__}: {error} (change {flag})") from error
     return module

@@ -107,6 +107,8 @@ def read_hf_config(folder: str | Path, max_length: int | None = None) -> HFConfi
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold the fields of a model, it is a JSON {type(raw).__name__}")
     family, head = _architecture(path, raw)
     _refuse_unsupported(path, family, head, raw)
     sizes = {
@@ -119,6 +121,10 @@ def read_hf_config(folder: str | Path, max_length: int | None = None) -> HFConfi
     is_moe = family in ("mixtral", "qwen3_moe")
     sizes["ffn"] = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
     numbers = {name: _number(path, raw, key) for name, key in sizes.items()}
+    if not raw.get("head_dim") and numbers["hidden"] % numbers["heads"]:
+        raise ValueError(
+            f"{path}: hidden_size {numbers['hidden']} is not a multiple of num_attention_heads {numbers['heads']}"
+        )
     theta, rope = _rope(path, raw, numbers["max_position"])
     config = HFConfig(
         family=family,

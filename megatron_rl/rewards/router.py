@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.rewards.conditions import parse_condition
 from megatron_rl.rewards.pool import Job, Outcome, RulePool
-from megatron_rl.rewards.rules import load_rule, rule_name
+from megatron_rl.rewards.rules import ROW_CHECKS, load_rule, rule_name
 from megatron_rl.rewards.worker import apply_rule
 
 
@@ -81,9 +81,9 @@ def entries_from_config(file: str) -> tuple[RewardEntry, ...]:
     if not Path(file).is_file():
         raise ValueError(f"--reward-config {file}: no such file")
     try:
-        listed = yaml.safe_load(Path(file).read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"--reward-config {file}: not YAML: {error}") from error
+        listed = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--reward-config {file}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(listed, list) or not listed:
         raise ValueError(f"--reward-config {file}: must be a list of entries, found {type(listed).__name__}")
     return tuple(_entry(fields, f"--reward-config {file}, entry {n}") for n, fields in enumerate(listed, start=1))
@@ -127,9 +127,15 @@ class RuleRewards:
         return {e.name: e.path for e in self.entries if e.path is not None}
 
     def check_rows(self, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        """RewardError for the first of (index, row) that nothing scores; to be called at launch."""
+        """RewardError for the first of (index, row) that nothing scores, or that lacks what its rule reads; to be
+        called at launch."""
         for index, row in rows:
-            self._route(ScoringInput("", "", row, index))
+            for entry in self._route(ScoringInput("", "", row, index)):
+                if check := ROW_CHECKS.get(entry.rule or ""):
+                    try:
+                        check(row)
+                    except ValueError as error:
+                        raise RewardError(f"row with index {index}, rule {entry.rule}: {error}") from error
 
     def model_places(self, samples: Sequence[ScoringInput]) -> dict[str, list[int]]:
         """Which places of the list each reward model has to score."""

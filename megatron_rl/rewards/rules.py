@@ -60,6 +60,12 @@ def sentiment(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     return float(_sentiment_analyzer().polarity_scores(response)["compound"])
 
 
+def check_entry(row: Mapping[str, Any]) -> None:
+    missing = [key for key in ("answer", "metadata") if key not in row]
+    if missing:
+        raise ValueError(f"the row has no {' and no '.join(missing)}: it must carry those of the reasoning-gym entry")
+
+
 def reasoning_gym(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     """The verifier of the row's own reasoning-gym task, usually from 0 to 1.
 
@@ -67,9 +73,7 @@ def reasoning_gym(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     metadata["source_dataset"] names the task. Scored is what stands in the last <answer></answer>, or else the whole
     response.
     """
-    missing = [key for key in ("answer", "metadata") if key not in row]
-    if missing:
-        raise ValueError(f"the row has no {' and no '.join(missing)}: it must carry those of the reasoning-gym entry")
+    check_entry(row)
     metadata = json.loads(row["metadata"]) if isinstance(row["metadata"], str) else row["metadata"]
     task = metadata["source_dataset"]
     if task in ("arc_agi", "rearc"):  # their verifiers compare with tuples, which JSON turned into lists
@@ -127,6 +131,14 @@ PACKAGES = {
     "math_verify": ("math-verify", "math_verify"),
     "sentiment": ("vaderSentiment", "vaderSentiment.vaderSentiment"),
     "reasoning_gym": ("reasoning-gym", "reasoning_gym"),
+}
+
+
+# what a rule wants of every row, so that a row without it is found at launch
+ROW_CHECKS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "exact_match": label_of,
+    "math_verify": label_of,
+    "reasoning_gym": check_entry,
 }
 
 

@@ -167,7 +167,13 @@ class Engine:
             startup.unique_shared_memory(),
             startup.groups_of(self.replicas),
         ):
-            return LLM(**(arguments | dict(options.vllm_args)))
+            try:
+                return LLM(**(arguments | dict(options.vllm_args)))
+            except (TypeError, ValueError) as error:
+                if not options.vllm_args:
+                    raise
+                given, why = ", ".join(f"{k}={v}" for k, v in options.vllm_args.items()), " ".join(str(error).split())
+                raise ValueError(f"vLLM does not start with --vllm-args {given}: {why}") from error
 
     def _memory_utilization(self) -> float:
         """vLLM refuses to start where less than this share of the device is free, also when it is told its cache."""

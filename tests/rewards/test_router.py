@@ -211,3 +211,12 @@ def test_specs():
     ]
     with pytest.raises(ValueError, match="no reward: give --reward"):
         RuleRewards(entries_from_specs([]))
+
+
+@pytest.mark.parametrize("rule", ["exact_match", "math_verify", "reasoning_gym"])
+def test_a_row_without_what_its_rule_reads_is_found_at_launch(rule: str):
+    """The row and the rule are named before anything is generated; rules that read nothing of a row let it pass."""
+    rows = [(4, {"label": "1", "answer": "1", "metadata": {}}), (7, {"prompt": "x"})]
+    with pytest.raises(RewardError, match=f"row with index 7, rule {rule}: the row has no"):
+        RuleRewards(entries_from_specs([rule])).check_rows(rows)
+    RuleRewards(entries_from_specs(["length"])).check_rows(rows)
