@@ -9,6 +9,7 @@ from typing import Any
 import megatron_rl
 from megatron_rl.models.config import HFConfig, Sizes, check_layout, check_length, read_hf_config
 from megatron_rl.models.overrides import parse_overrides
+from megatron_rl.weights.dist_io import hf_folder
 
 ENGINE_DTYPES = ("bfloat16", "float16", "float32")  # of --vllm-args dtype
 
@@ -184,14 +185,19 @@ def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
         raise ValueError(f"{len(args.data_weights)} --data-weights for {len(args.train_data)} --train-data files")
 
 
+def other_model(folder: str, flag: str) -> HFConfig:
+    """The model of another role: of an HF folder, or of a role's folder of a checkpoint."""
+    check_files([f"{hf_folder(folder)}/config.json"], flag)
+    return read_hf_config(hf_folder(folder))
+
+
 def check_reference(args: argparse.Namespace, hf: HFConfig, longest: int) -> None:
     """ValueError where the folder of --reference-hf-model cannot be compared with the policy's model `hf` on sequences
     of up to `longest` tokens."""
     folder = args.reference_hf_model
     if folder is None:
         return
-    check_files([f"{folder}/config.json"], "--reference-hf-model")
-    reference = read_hf_config(folder)
+    reference = other_model(folder, "--reference-hf-model")
     if reference.head != "lm":
         raise ValueError(f"--reference-hf-model {folder}: this is no causal language model, it has a value head")
     if reference.vocab != hf.vocab:
@@ -263,8 +269,8 @@ def validate_ppo(args: argparse.Namespace, hf: HFConfig) -> None:
         raise ValueError("--kl-estimator k1 has no gradient on average as a loss: with --kl-in loss take k2 or k3")
     check_old_logprobs(args)
     if args.critic_hf_model is not None:
-        check_files([f"{args.critic_hf_model}/config.json"], "--critic-hf-model")
-        check_layout(read_hf_config(args.critic_hf_model), layout_sizes(args), args.sequence_parallel)
+        critic = other_model(args.critic_hf_model, "--critic-hf-model")
+        check_layout(critic, layout_sizes(args), args.sequence_parallel)
     if args.kl_coef:
         check_reference(args, hf, longest)
     if args.kl_target is not None and not args.kl_coef:

@@ -47,6 +47,7 @@ from megatron_rl.rollout.hf_backend import HFEngine, RolloutEngine
 from megatron_rl.rollout.startup import can_place
 from megatron_rl.step import Loss, Plan
 from megatron_rl.weights.arch import Dims
+from megatron_rl.weights.dist_io import hf_folder
 from megatron_rl.weights.overlap import Overlap
 from megatron_rl.weights.plan import Placement, best_placement, replicas_of
 from megatron_rl.weights.vllm_like import vllm_like_blocks
@@ -117,7 +118,7 @@ def build_rewards(
     for data in filter(None, prompts):
         rewards.check_rows([(p.index, p.row) for p in data.items])
     for folder in rewards.models.values():
-        own = read_hf_config(folder)
+        own = read_hf_config(hf_folder(folder))
         check_head(folder, own)
         check_layout(own, layout_sizes(args), args.sequence_parallel)
         if reward_text(args, folder, hf, tokenizer)[0].own is None:
@@ -128,7 +129,8 @@ def build_rewards(
 
 def reward_text(args: argparse.Namespace, folder: str, hf: HFConfig, tokenizer: Any) -> tuple[RewardText, str]:
     """How a reward model reads the samples of the policy (`hf`, `tokenizer`), and a line that says it."""
-    own, model = load_tokenizer(folder, "reward model"), read_hf_config(folder)
+    source = hf_folder(folder)
+    own, model = load_tokenizer(str(source), "reward model"), read_hf_config(source)
     limit = min(longest_sequence(model), args.max_tokens_per_micro_batch)
     difference = tokenizer_difference(tokenizer, hf.vocab, own, model.vocab)
     if difference is None:

@@ -190,8 +190,9 @@ def _rewards(group: Group) -> None:
         help="rules that give the reward: exact_match, format[:REGEX], math_verify, length[:CHARS], sentiment, "
              "reasoning_gym, or FILE.py:FUNCTION; each with =WEIGHT behind it where that is not 1")
     add("--reward-model", nargs="+", default=[], metavar="DIR",
-        help="Hugging Face folders of sequence classifications with one label, run on the policy's layout, alone or "
-             "added to --reward, with =WEIGHT behind one whose weight is not 1; the score is that of the last token")
+        help="folders (Hugging Face's, or a critic's of a checkpoint) of models with one label, run on the "
+             "policy's layout, alone or added to --reward, with =WEIGHT behind one whose weight is not 1; the score "
+             "is that of the last token")
     add("--reward-config", default=None, metavar="FILE.yaml",
         help="rules and reward models chosen by data_source, instead of both: a list of name, rule or path, weight "
              "and condition, such as \"data_source == 'news'\"; entries without a condition come last")

@@ -45,7 +45,7 @@ def policy_objective(objective: PolicyObjective) -> Loss:
             micro.correction_K,
         )
         if micro.old_logprobs_K is None:
-            difference_K = logprobs_K.detach() - micro.rollout_logprobs_K
+            difference_K = (logprobs_K.detach() - micro.rollout_logprobs_K) * (micro.weights_K != 0)  # dummies: 0
             k3_K = difference_K.expm1() - difference_K
             metrics |= {"engine_diff": difference_K.abs().sum() / objective.tokens}
             metrics |= {"engine_k3": k3_K.sum() / objective.tokens}

@@ -207,25 +207,34 @@ def sync(recorder: Recorder, synced: SyncReport) -> None:
     )
 
 
-def rollout(recorder: Recorder, samples: list[Sample], seconds: float, greedy: bool = False) -> None:
+def tail_of(samples: list[Sample]) -> float | None:
+    """Seconds of one generation after nine tenths of its responses had ended; None where the engine does not tell."""
+    ended = sorted(s.response.seconds for s in samples)
+    return ended[-1] - ended[9 * (len(ended) - 1) // 10] if ended[-1] else None
+
+
+def rollout(
+    recorder: Recorder, samples: list[Sample], seconds: float, tail: float | None = None, greedy: bool = False
+) -> None:
+    """`tail`: tail_of the step's generations together."""
     lengths = torch.tensor([float(len(s.response.token_ids)) for s in samples])
     tokens, truncated = int(lengths.sum()), sum(s.response.truncated for s in samples) / len(samples)
-    ended = sorted(s.response.seconds for s in samples)
-    tail = 1 - ended[9 * (len(ended) - 1) // 10] / ended[-1] if ended[-1] else 0.0
     if greedy:
         return recorder.print(f"[greedy] {len(samples)} samples, {tokens:,} tokens in {seconds:.1f} s")
     recorder.stage(
         "rollout",
         f"{len(samples)} samples, {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tok/s), "
-        f"length {lengths.mean():.0f}, {truncated:.0%} truncated, {tail:.0%} of the time for the last tenth",
+        f"length {lengths.mean():.0f}, {truncated:.0%} truncated"
+        + ("" if tail is None else f", {tail / seconds:.0%} of the time for the last tenth"),
         rollout__samples=len(samples),
         rollout__tokens=tokens,
         rollout__length_mean=lengths.mean(),
         rollout__truncated=truncated,
-        rollout__tail=tail,
         rollout__seconds=seconds,
         rollout__tokens_per_second=tokens / seconds,
     )
+    if tail is not None:
+        recorder.keep({"rollout/tail": tail / seconds})
     if truncated > 0.95:
         recorder.print(f"warning: {truncated:.0%} of the responses hit --max-response-length; their ends are unknown")
 

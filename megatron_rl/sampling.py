@@ -83,6 +83,7 @@ def roll_out(run: Run, engine: RolloutEngine, prompts: PromptDataset, scorer: Sc
     args = run.args
     rounds: list[Rollout] = []  # what is kept
     drawn: list[Scored] = []  # everything
+    tails: list[float | None] = []
     seconds, kept, asked = 0.0, 0, 0
     while kept < args.rollout_batch_size and len(rounds) < (args.max_sampling_rounds if args.dynamic_sampling else 1):
         if rounds:
@@ -91,7 +92,9 @@ def roll_out(run: Run, engine: RolloutEngine, prompts: PromptDataset, scorer: Sc
         with timed() as spent:
             samples = _draw(run, engine, chosen, args.n_samples_per_prompt, step, asked)
         asked, seconds = asked + len(chosen), seconds + spent[0]
-        report.rollout(run.recorder, [s for part in drawn for s in part.samples] + samples, seconds)
+        tails.append(report.tail_of(samples))
+        tail = None if None in tails else sum(tails)
+        report.rollout(run.recorder, [s for part in drawn for s in part.samples] + samples, seconds, tail)
         greedy = None
         if args.advantage_estimator in NEEDS_GREEDY:
             with timed() as spent:

@@ -23,6 +23,8 @@ def test_without_old_logprobs_the_current_ones_stand_for_them(name: str):
         rollout_logprobs_K=rows_2K[0] - difference_K,
     )
     loss = policy_objective(PolicyObjective(name, PolicyLossOptions(), tokens=6))
+    dummy = replace(micro, weights_K=torch.zeros(6))  # what a rank without work of its own is given
+    assert loss(rows_2K, dummy)[1]["engine_diff"] == loss(rows_2K, dummy)[1]["engine_k3"] == 0
     found = []
     for old_K in (None, rows_2K[0].clone()):
         rows = rows_2K.clone().requires_grad_()

@@ -1,6 +1,7 @@
 """train_ppo.py whole, on tiny models: what it writes and says, seeds, layouts of training and rollout, and endings."""
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from itertools import combinations
@@ -91,8 +92,9 @@ def test_libraries_are_quiet(ppo: launch.Result):
     """Nothing is on the console but the program's own lines: no warnings, bars or logs of megatron-core or vLLM."""
     assert ppo.stderr == ""
     own = ("[", "model ", "training ", "a rank ", "rollout ", "a step ", "policy ", "critic ", "reference ", "memory ")
-    own += ("data ", "output ", "estimate ", "          ", "warning: ", "wrote ")
-    foreign = [line for line in ppo.stdout.splitlines() if not line.startswith(own)]
+    own += ("data ", "output ", "estimate ", "warning: ", "wrote ")
+    estimate = re.compile(r" {10}(policy|critic|reference|rollout)( update| forward|:)? .*\d GB.*")
+    foreign = [line for line in ppo.stdout.splitlines() if not (line.startswith(own) or estimate.fullmatch(line))]
     assert not foreign, foreign
 
 

@@ -45,10 +45,8 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         """[T, 1, h, D], [T, 1, g, D], [T, 1, g, D] -> [T, 1, h * D]."""
-        assert packed_seq_params is not None, "training data is packed, every forward pass gives its borders"
         assert attention_mask is None and attention_bias is None, "the borders are the only mask"
-        angles = packed_seq_params.cos_TD, packed_seq_params.sin_TD
-        q, k, v = Rotate.apply(query.squeeze(1), *angles), Rotate.apply(key.squeeze(1), *angles), value.squeeze(1)
+        q, k, v = rotated(query, key, value, packed_seq_params)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
             out_ThD = flash_varlen(q, k, v, packed_seq_params, self.scale)
         else:
@@ -78,13 +76,20 @@ class FusedPackedAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         """[T, 1, h, D], [T, 1, g, D], [T, 1, g, D] -> [T, 1, h * D]."""
-        assert packed_seq_params is not None, "training data is packed, every forward pass gives its borders"
         assert attention_mask is None and attention_bias is None, "the borders are the only mask"
-        angles = packed_seq_params.cos_TD, packed_seq_params.sin_TD
-        q, k = Rotate.apply(query.squeeze(1), *angles), Rotate.apply(key.squeeze(1), *angles)
+        q, k, v = rotated(query, key, value, packed_seq_params)
         borders = replace(packed_seq_params, qkv_format="thd")
-        out = self.fused(q, k, value.squeeze(1).contiguous(), None, self.mask_type, packed_seq_params=borders)
+        out = self.fused(q, k, v.contiguous(), None, self.mask_type, packed_seq_params=borders)
         return out.reshape(out.shape[0], 1, -1)
+
+
+def rotated(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q_ThD, k_TgD, v_TgD), query and key turned by each token's own position."""
+    assert packed is not None, "training data is packed, every forward pass gives its borders"
+    angles = packed.cos_TD, packed.sin_TD
+    return Rotate.apply(query.squeeze(1), *angles), Rotate.apply(key.squeeze(1), *angles), value.squeeze(1)
 
 
 def flash_varlen(q_ThD: Tensor, k_TgD: Tensor, v_TgD: Tensor, packed: PackedSeqParams, scale: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reward models: HF folders with a value head, run through Megatron on the policy's layout. They score whole texts.
+"""Reward models: folders of Hugging Face or of a checkpoint with a value head, run on the policy's layout on texts.
 
 The score is the head's output at the last token of prompt and response, by length and not by token id: an EOS that was
 generated counts, also where it is the padding token.
@@ -19,6 +19,7 @@ from megatron_rl.initialize import Topology
 from megatron_rl.models.config import HFConfig
 from megatron_rl.roles import Role
 from megatron_rl.step import Progress, forward_only
+from megatron_rl.weights.dist_io import is_dist_folder
 from megatron_rl.weights.hf_io import HFFolder, check_folder
 
 Ids = tuple[int, ...]
@@ -93,8 +94,12 @@ def tokenizer_difference(policy: Any, policy_vocab: int, own: Any, own_vocab: in
 
 
 def check_head(folder: str, hf: HFConfig) -> None:
-    """ValueError where the folder has no head that could score, or other tensors than its config.json says."""
-    new_head, _ = check_folder(HFFolder(folder), hf, "value")
+    """ValueError where the folder has no head that could score, or other tensors than its config.json says (those of a
+    checkpoint are compared when they are loaded)."""
+    if is_dist_folder(folder):
+        new_head = hf.head == "lm"
+    else:
+        new_head, _ = check_folder(HFFolder(folder), hf, "value")
     if new_head:
         raise ValueError(
             f"reward model {folder}: a language model without score.weight, which cannot score; --reward-model wants "

@@ -10,6 +10,7 @@ from megatron_rl.rewards.conditions import parse_condition
 from megatron_rl.rewards.pool import Job, Outcome, RulePool
 from megatron_rl.rewards.rules import ROW_CHECKS, load_rule, rule_name
 from megatron_rl.rewards.worker import apply_rule
+from megatron_rl.weights.dist_io import hf_folder
 
 
 class RewardError(ValueError):
@@ -219,5 +220,5 @@ def _check_entries(entries: Sequence[RewardEntry]) -> None:
     for entry in entries:
         if not math.isfinite(entry.weight):
             raise ValueError(f"the weight of reward {entry.name} is {entry.weight}, not a finite number")
-        if entry.path is not None and not (Path(entry.path) / "config.json").is_file():
+        if entry.path is not None and not (hf_folder(entry.path) / "config.json").is_file():
             raise ValueError(f"reward model {entry.name}: {entry.path} has no config.json")

@@ -38,13 +38,21 @@ class LogprobCapture:
         self._seeds_N, self._request_N = torch.tensor(seeds, dtype=torch.int64, device=device).sort()
         self._prompts_N = torch.tensor(prompt_lengths, device=device)
         # the last column takes what is no response's token: chunks of a prompt, a step ahead of a response that ended
-        self._logprobs_NL1 = torch.zeros(len(seeds), max_tokens + 1, device=device)
+        self._logprobs_NL1 = torch.full((len(seeds), max_tokens + 1), torch.nan, device=device)
 
-    def end(self) -> Tensor:
-        """[N, L + 1] float32 on the host, row i of the i-th seed; only what lies within a response means something."""
+    def end(self, lengths: Sequence[int]) -> list[tuple[float, ...]]:
+        """Of the i-th seed's response as many log-probabilities as it has tokens.
+
+        RuntimeError where vLLM sampled tokens by another way than the sampler's method (speculative decoding does).
+        """
         assert self._logprobs_NL1 is not None, "begin() comes first"
-        recorded, self._logprobs_NL1 = self._logprobs_NL1.cpu(), None
-        return recorded
+        rows, self._logprobs_NL1 = self._logprobs_NL1.tolist(), None
+        found = [tuple(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+        if missing := sum(value != value for row in found for value in row):
+            raise RuntimeError(
+                f"{missing} tokens came without log-probability: what in --vllm-args samples otherwise?"
+            )
+        return found
 
     def _sample_and_record(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         sampled_S, logits_SV = self._sample(*args, **kwargs)

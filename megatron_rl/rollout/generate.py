@@ -109,8 +109,7 @@ def generate(
         outputs = llm.generate(prompts, params, use_tqdm=progress) if prompts else []
     completions = [output.outputs[0] for output in outputs]
     if captures:
-        rows = capture.end().tolist()
-        logprobs = [tuple(row[: len(c.token_ids)]) for row, c in zip(rows, completions, strict=True)]
+        logprobs = capture.end([len(c.token_ids) for c in completions])
     elif asks_vllm:
         logprobs = [tuple(c.logprobs.logprobs) for c in completions]
     else:

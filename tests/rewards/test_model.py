@@ -1,5 +1,6 @@
 """Reward models: scores against transformers' in every layout, tokenizers that differ, heads that cannot score."""
 
+import sys
 from pathlib import Path
 
 import launch
@@ -10,9 +11,12 @@ from models.tiny import tiny_model, tiny_tokenizer
 from rewards.model_cases import TEXTS, samples
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.arguments import parse, validate_ppo
+from megatron_rl.flags import PPO
 from megatron_rl.models.config import read_hf_config
 from megatron_rl.rewards.model import RewardText, check_head, tokenizer_difference
 from megatron_rl.roles import load_tokenizer
+from megatron_rl.weights.dist_io import hf_folder
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         tokenizer = build(eos="</s>")
         tokenizer.chat_template = tokenizer.chat_template if name == "own" else None
         tokenizer.save_pretrained(made[name])
-    return made
+    tool = launch.ROOT / "tools/convert_hf_to_megatron.py"
+    launch.check(launch.run(sys.executable, tool, "--hf-model", made["same"], "--save", folder / "converted"))
+    return made | {"critic": folder / "converted/iter_0000000/critic"}
 
 
 def ids_by_transformers(name: str, folders: dict[str, Path]) -> list[list[int]]:
@@ -54,14 +60,14 @@ def scores_by_transformers(name: str, folders: dict[str, Path]) -> torch.Tensor:
 
 def test_scores_equal_transformers(folders: dict[str, Path], tmp_path: Path):
     """TP 2, sequence parallel, PP 2 and DP 2, packed: the scores of transformers' classification to 1e-4, float32."""
-    names = ("same", "own", "plain")
+    names = ("same", "own", "plain", "critic")
     layouts = ("2,1,0", "2,1,1", "1,2,0", "1,1,0")
     joined = ",".join(str(folders[name]) for name in names)
     program, out = "tests/rewards/model_program.py", tmp_path / "scores.pt"
     text = launch.check(launch.torchrun(2, program, out, folders["policy"], joined, *layouts, timeout=200))
     found = torch.load(out)
     for name in names:
-        expected = scores_by_transformers(name, folders)
+        expected = scores_by_transformers("same" if name == "critic" else name, folders)
         assert float(expected.std()) > 0.01
         for layout in layouts:
             assert found[layout][name] == pytest.approx(expected.tolist(), abs=1e-4), (name, layout)
@@ -70,6 +76,22 @@ def test_scores_equal_transformers(folders: dict[str, Path], tmp_path: Path):
         "own: its tokenizer differs from the policy's (vocabulary), texts are tokenised again with its own chat"
         in (text)
     )
+
+
+def test_roles_of_a_checkpoint_pass_the_checks_at_launch(folders: dict[str, Path]):
+    """A critic and a reward model may be a role's folder of a checkpoint; one that is nowhere is named by its flag."""
+    flags = ["--hf-model", folders["policy"], "--train-data", launch.ROOT / "examples/data/topics.jsonl", "--no-bf16"]
+    flags += ["--max-prompt-length", 16, "--max-response-length", 16, "--rollout-batch-size", 2]
+
+    def validated(*more: object) -> None:
+        args = parse("train_ppo.py", PPO, [str(word) for word in (*flags, *more)])
+        validate_ppo(args, read_hf_config(folders["policy"]))
+
+    validated("--critic-hf-model", folders["critic"], "--reward-model", folders["critic"])
+    for flag in ("--critic-hf-model", "--reference-hf-model"):
+        with pytest.raises(ValueError, match=flag):
+            validated(flag, folders["critic"].parent, "--reward", "length", "--kl-coef", "0.1")
+    check_head(str(folders["critic"]), read_hf_config(hf_folder(folders["critic"])))
 
 
 def test_a_text_that_is_too_long_loses_its_start(folders: dict[str, Path]):
