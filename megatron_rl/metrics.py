@@ -107,6 +107,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "step/seconds": ("s", "time of the whole step"),
     "step/epoch": ("epochs", "passes over the prompts begun so far"),
     "memory/peak_gb": ("GB", "most device memory so far on rank 0 (resident memory on the CPU)"),
+    "memory/host_gb": ("GB", "resident memory of rank 0's process at the end of the step"),
 }
 RULE_PREFIX = "reward/rule/"  # + name of a rule or reward model: its mean, unweighted
 EVAL_PREFIXES = (

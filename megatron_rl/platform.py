@@ -58,8 +58,11 @@ def empty_cache() -> None:
 
 def memory_allocated() -> int:
     """Bytes that tensors hold on the device; on the CPU the resident size of the process."""
-    if device_type() == "cuda":
-        return torch.cuda.memory_allocated()
+    return torch.cuda.memory_allocated() if device_type() == "cuda" else host_memory()
+
+
+def host_memory() -> int:
+    """The resident bytes of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 

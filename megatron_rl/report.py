@@ -184,6 +184,7 @@ def summarise(recorder: Recorder, batch: Batch, step: int, seconds: float, updat
             "step/seconds": seconds,
             "step/epoch": epoch + 1,
             "memory/peak_gb": platform.max_memory_allocated() / 1e9,
+            "memory/host_gb": platform.host_memory() / 1e9,
         }
     )
     recorder.stage(

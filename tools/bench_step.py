@@ -6,7 +6,8 @@ r"""Times of the training step, the rollout and the whole step, each beside what
 The parts run one after the other, each in a process of its own:
     update   log-probability pass and optimizer step on --sequences x --length random tokens, in model FLOP/s
     rollout  tokens per second of the colocated engine with log-probabilities, and again with vLLM's own ones;
-             --rollout-backend hf measures transformers' generate, where the forced lengths are only upper limits
+             --rollout-backend hf measures transformers' generate, where the forced lengths are only upper limits;
+             then the seconds of the engine's sleep, sync (with its wake-up of weights) and wake
     bare     the same requests given to vLLM alone, without log-probabilities, seeds or a trainer
     whole    GRPO steps of train_ppo.py on random prompts of --max-prompt-length tokens
     trl      the same steps by TRL's GRPOTrainer with its colocated vLLM
@@ -198,12 +199,26 @@ def rollout(args: Any) -> dict[str, Any]:
     with forced_lengths(args):
         seconds = measured(lambda: found.append(engine.generate(requests, options)), args.repeats)
         result = speed(seconds, sum(len(r.token_ids) for r in found[-1]))
+        result |= around_training(engine, args.repeats)
         if args.rollout_backend == "vllm" and engine.capture is not None:
             # the same seeds, so mostly the same tokens: their log-probabilities by vLLM
             ours, engine.capture = found[-1], None
             seconds = measured(lambda: found.append(engine.generate(requests, options)), 1)
             result |= {"vllm_logprobs_tok_s": result["tokens"] / seconds} | differences(ours, found[-1])
     return result
+
+
+def around_training(engine: Any, repeats: int) -> dict[str, float]:
+    """Seconds in which the KV cache leaves and comes back, without training between; the fastest after one."""
+    found = []
+    for _ in range(repeats + 1):
+        times = [time.perf_counter()]
+        for part in (engine.sleep, engine.sync, engine.wake):
+            part()
+            platform.synchronize()
+            times.append(time.perf_counter())
+        found.append([b - a for a, b in zip(times, times[1:], strict=False)])
+    return dict(zip(("sleep_s", "sync_s", "wake_s"), map(min, zip(*found[1:], strict=True)), strict=True))
 
 
 def speed(seconds: float, tokens: int) -> dict[str, float]:
