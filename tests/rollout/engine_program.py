@@ -27,10 +27,14 @@ kept: list[tuple["Loaded", TrainedWeights, tuple[Param, ...]]] = []  # every eng
 
 
 def values(folder: str, step: int) -> dict[str, Tensor]:
-    """The HF tensors after `step` optimizer steps: other values each time, the same on every rank."""
+    """The HF tensors after `step` optimizer steps: other values each time, the same on every rank.
+
+    vLLM's loader runs with the engine's dtype as torch's default, so the noise names its own.
+    """
     hf = load_file(f"{folder}/model.safetensors")
     generator = torch.Generator().manual_seed(step)
-    return {n: t + 0.02 * step * torch.randn(t.shape, generator=generator) for n, t in sorted(hf.items())}
+    noise = {n: torch.randn(t.shape, generator=generator, dtype=torch.float32) for n, t in sorted(hf.items())}
+    return {n: hf[n] + 0.02 * step * noise[n] for n in noise}
 
 
 def cut(params: tuple[Param, ...], hf: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
