@@ -11,9 +11,8 @@ after each of them, digests of what arrived are compared with the trainer's weig
 import os
 import statistics
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -24,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from clock import copy_seconds, exchange_seconds, timed, worst  # noqa: E402  (beside this file)
 
 from megatron_rl import platform  # noqa: E402
 from megatron_rl.arguments import layout_sizes, parse  # noqa: E402
@@ -92,22 +93,6 @@ class Measured:
 
 HEADER = f"{'':<34}" + "".join(f"{h:>11}" for h in ("median ms", "least ms", "received", "permuted", "aliased"))
 HEADER += f"{'twice':>11}{'extra MB':>11}"
-
-
-def worst(number: float, topology: Topology) -> float:
-    value = torch.tensor(float(number), dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX, group=topology.cpu_group)
-    return value.item()
-
-
-def timed(action: Callable[[], Any], topology: Topology) -> float:
-    """Seconds until the last rank is through."""
-    platform.synchronize()
-    dist.barrier(group=topology.cpu_group)
-    started = time.perf_counter()
-    action()
-    platform.synchronize()
-    return worst(time.perf_counter() - started, topology)
 
 
 # ---- the three ways -----------------------------------------------------------------------------------------------
@@ -222,13 +207,6 @@ def by_load_weights(setup: Setup, way: str, tensors: Gather | Disk) -> Measured:
         raise RuntimeError(f"{way}: {len(wrong)} slices differ from the trainer's weights: {wrong[:3]}")
     twice = sum(tensor.nbytes for tensor in copy.values())
     return Measured(way, seconds, *(int(worst(n, topology)) for n in (tensors.received, 0, 0, twice, extra)))
-
-
-def copy_seconds(nbytes: int, setup: Setup) -> float:
-    """The median time of one plain copy of as many bytes on this device."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=setup.topology.device)
-    target = torch.zeros_like(source)
-    return statistics.median(timed(lambda: target.copy_(source), setup.topology) for _ in range(20))
 
 
 # ---- log-probabilities of both sides --------------------------------------------------------------------------------
@@ -347,9 +325,14 @@ def summary(ours: Measured, others: list[Measured], setup: Setup) -> list[str]:
     """The times of the ways as multiples."""
     lines, median = [], statistics.median(ours.seconds)
     if ours.permuted:
-        copy = copy_seconds(ours.permuted, setup)
+        copy = copy_seconds(ours.permuted, setup.topology)
         permuted = f"A copy of {ours.permuted / 1e6:.1f} MB, the permuted, takes {copy * 1e3:.3f} ms"
         lines.append(f"{permuted}: ours is {median / copy:.2f} x that")
+    transport = setup.engine.transport
+    if busiest := int(worst(max(transport.bytes_sent, transport.bytes_received), setup.topology)):
+        exchange = exchange_seconds(busiest, setup.topology)
+        text = f"Sending {busiest / 1e6:.1f} MB, the busiest rank's, to the next rank takes {exchange * 1e3:.3f} ms"
+        lines.append(f"{text} ({busiest / exchange / 1e9:.1f} GB/s): ours is {median / exchange:.2f} x that")
     for other in others:
         lines.append(f"{other.way}: {statistics.median(other.seconds) / median:.1f} x the time of ours")
     return lines

@@ -4,7 +4,8 @@ r"""Times of the training step, the rollout and the whole step, each beside what
     python tools/bench_step.py whole trl --hf-model DIR --rollout-batch-size 64 --n-samples-per-prompt 8 ...
 
 The parts run one after the other, each in a process of its own:
-    update   log-probability pass and optimizer step on --sequences x --length random tokens, in model FLOP/s
+    update   log-probability pass and optimizer step on --sequences x --length random tokens, in model FLOP/s; under
+             torchrun, alone, in the layout that the flags give: rates are then those of one process
     rollout  tokens per second of the colocated engine with log-probabilities, and again with vLLM's own ones;
              --rollout-backend hf measures transformers' generate, where the forced lengths are only upper limits;
              then the seconds of the engine's sleep, sync (with its wake-up of weights) and wake
@@ -127,7 +128,7 @@ def update(args: Any) -> dict[str, Any]:
         norms.append(train_step(policy, part, plan, loss, topology).grad_norm)
 
     platform.reset_peak_memory()
-    seconds, flops = measured(step, args.repeats), forward_flops(hf, lengths)
+    seconds, flops = measured(step, args.repeats), forward_flops(hf, lengths) / topology.world_size
     if args.profile:
         print_profile(lambda: forward_only(policy, batch, plan, topology))
         print_profile(step)
@@ -138,7 +139,7 @@ def update(args: Any) -> dict[str, Any]:
         "logprobs_s": passes,
         "logprobs_tflops": flops / passes / 1e12,
         "step_s": seconds,
-        "step_tok_s": sum(lengths) / seconds,
+        "step_tok_s": sum(lengths) / seconds / topology.world_size,
         "step_tflops": 3 * flops / seconds / 1e12,
         "peak_gb": platform.max_memory_allocated() / 1e9,
         "first_grad_norm": norms[0],
@@ -345,7 +346,10 @@ def main() -> None:
     if unknown or not parts:
         sys.exit(f"bench_step.py: {unknown or 'no part'}: name some of {', '.join(PARTS)}, before the flags")
     if len(parts) == 1:
-        return print(MARK + json.dumps(PARTS[parts[0]](args)), flush=True)
+        result = PARTS[parts[0]](args)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(MARK + json.dumps(result), flush=True)
+        return
     results = {part: run_apart(part, flags_given) for part in parts}
     for part, result in results.items():
         print(

@@ -70,7 +70,9 @@ class Transport:
         self.receives, receiving = _rounds(plan.receives, _Wired(targets, of_target), share, device, into_buffer=False)
         self.bytes_buffered = sending + receiving
         self.bytes_permuted = self.local.nbytes
-        self.bytes_received = sum(m.flat.nbytes for packets in self.receives for m in packets)
+        self.bytes_sent, self.bytes_received = (
+            sum(m.flat.nbytes for packets in rounds for m in packets) for rounds in (self.sends, self.receives)
+        )
 
     def run(self) -> Moved:
         """Brings every target up to date with the sources of all ranks. Collective over the ranks that exchange."""
