@@ -168,12 +168,19 @@ def build_engine(args: argparse.Namespace, roles: list[Role | None], topology: T
         share_weights=args.rollout_weights == "alias",
         placement=_placement(args, weights, dims(policy.hf), tp, topology),
         bucket_bytes=int(args.reshard_bucket_mb * (1 << 20)),
+        fp32_residual=_fp32_residual(policy),
         with_tokenizer=bool(args.stop),
         seed=args.seed,
         vllm_args={key: value for key, value in args.vllm_args.items() if key != "dtype"},
     )
     backend = {"vllm": Engine, "hf": HFEngine}[args.rollout_backend]
     return backend(policy.folder, options, topology, weights)
+
+
+def _fp32_residual(policy: Role) -> bool:
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(policy.chunks[0]).fp32_residual_connection
 
 
 def rollout_dtype(args: argparse.Namespace) -> torch.dtype:

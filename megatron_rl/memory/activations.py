@@ -73,9 +73,14 @@ def widths(hf: HFConfig, training: Training) -> Widths:
     )
 
 
+def _keeps_unit(w: Widths, cuda: bool) -> bool:
+    """In float32 on the CPU torch's norm keeps x and x / rms."""
+    return not cuda and w.element == 4
+
+
 def norm_saved(w: Widths, cuda: bool) -> int:
     """Input, 1 / root mean square, and the output, which the next product keeps."""
-    kept = w.residual * w.hidden if cuda else 8 * w.hidden  # the CPU keeps x and x / rms, both in float32
+    kept = 8 * w.hidden if _keeps_unit(w, cuda) else w.residual * w.hidden
     return kept + 4 + w.element * w.hidden
 
 
@@ -85,11 +90,8 @@ def attention_saved(hf: HFConfig, w: Widths, cuda: bool, recomputed: bool) -> in
     queries = w.query if w.heads > w.key_heads else 0  # a copy, where several share a key head
     norms = 0
     if hf.qk_norm:
-        stored = w.element if cuda else 4
-        norms = stored * ((queries + mixed) if cuda or w.element == 4 else (w.query + w.key)) + 4 * (
-            w.heads + w.key_heads
-        )
-        norms += 0 if cuda else 4 * (w.query + w.key)
+        norms = w.element * (queries + mixed) + 4 * (w.heads + w.key_heads)
+        norms += 4 * (w.query + w.key) if _keeps_unit(w, cuda) else 0
     if recomputed:
         return norms + w.element * (queries + mixed) + out
     log_sums = 4 * w.heads

@@ -16,6 +16,7 @@ from megatron_rl.batch import MicroBatch
 from megatron_rl.initialize import Topology
 from megatron_rl.models.config import HFConfig, ModelOptions, Sizes, transformer_config
 from megatron_rl.models.heads import Head, ValueHead
+from megatron_rl.models.norm import RMSNorm
 from megatron_rl.weights.layouts import padded_vocab
 
 if TYPE_CHECKING:
@@ -23,22 +24,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
 Role = Literal["lm", "value"]
-
-
-class RMSNorm(torch.nn.Module):
-    """torch's fused RMSNorm; unlike megatron-core's wrapper of it, it may be used with sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        device = torch.device("cpu") if platform.device_type() == "cpu" else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # finalize_model_grads sums its gradient over TP
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x may be float32 (fp32_residual_connection); what comes out feeds a product in the weights' type."""
-        normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
-        return normed.to(self.weight.dtype)
 
 
 def sizes_of(topology: Topology) -> Sizes:

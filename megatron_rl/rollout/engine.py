@@ -47,6 +47,7 @@ class EngineOptions:
     share_weights: bool = True  # parameters with the same bytes on both sides are the trainer's memory
     placement: Placement | None = None  # (replica, rollout TP rank) of every rank; None: consecutive ranks
     bucket_bytes: int = 256 << 20  # of packed weights that travel at a time, in each direction
+    fp32_residual: bool = False  # the trainer's residual stream is float32: so is the engine's, on the CPU
     sleeps: bool = True  # the KV cache can be freed around training (CUDA)
     with_tokenizer: bool = False  # needed for stop strings
     seed: int = 1234
@@ -143,6 +144,8 @@ class Engine:
         from megatron_rl.rollout.vllm_weights import LOAD_FORMAT
 
         options, on_cpu = self.options, platform.device_type() == "cpu"
+        if on_cpu:
+            from megatron_rl.rollout import vllm_ops  # registers the trainer's arithmetic
         arguments = dict(
             model=str(startup.config_folder(hf_folder)),
             load_format=LOAD_FORMAT,
@@ -160,6 +163,7 @@ class Engine:
             disable_custom_all_reduce=True,
             hf_overrides={"head_dtype": "float32"},  # logits unrounded, as the trainer's are
             seed=options.seed,
+            **({"additional_config": {vllm_ops.FP32_RESIDUAL: options.fp32_residual}} if on_cpu else {}),
         )
         with (
             startup.hushed(),
