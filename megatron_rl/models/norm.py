@@ -22,12 +22,12 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.float()
     summed = wide if weight_H.dtype == torch.float32 else wide.double()
     scale = torch.rsqrt(summed.square().mean(-1, keepdim=True) + eps).float()
-    return (wide * scale * weight_H.float()).to(weight_H.dtype), scale
+    return (wide * scale * weight_H).to(weight_H.dtype), scale  # 16 bit times float32 is float32
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 numbers that `dtype` has. Of bfloat16 by bits, ties to even: the compiler leaves out a cast and back."""
-    if dtype != torch.bfloat16:
+    """float32 numbers that `dtype` has. For the compiler, which leaves out a cast and back, of bfloat16 by bits."""
+    if dtype != torch.bfloat16 or not torch.compiler.is_compiling():
         return x.to(dtype).float()
     bits = x.view(torch.int32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)

@@ -28,7 +28,7 @@ class TrainersRMSNorm(RMSNorm):
         weight = self.weight.data
         if residual is None:
             return rms_norm(x, weight, self.variance_epsilon)[0]
-        total = x.float() + residual.float()
+        total = x.float() + residual
         if self.fp32_residual:
             return rms_norm(total, weight, self.variance_epsilon)[0], total
         total = rounded(total, weight.dtype)
@@ -43,8 +43,8 @@ class TrainersSiluAndMul(SiluAndMul):
 
     @staticmethod
     def forward_native(x: Tensor) -> Tensor:
-        gate, up = x.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(x.dtype)
+        gate, up = x.chunk(2, dim=-1)
+        return (F.silu(gate.float()) * up).to(x.dtype)
 
     def forward_cpu(self, x: Tensor) -> Tensor:
         return self.forward_native(x)
