@@ -49,6 +49,8 @@ def train(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.hf_model)
     pairs = load_preferences(builders.pair_options(args), tokenizer)
     held_out = builders.load_held_out(args, tokenizer)
+    rows = [*pairs.items, *held_out]
+    builders.check_tokens(args, hf, [p.prompt_ids + p.chosen_ids + p.rejected_ids for p in rows])
     steps = builders.preference_steps(args, pairs)
     run = builders.start(args, tokenizer)
 

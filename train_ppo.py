@@ -44,6 +44,7 @@ def train(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.hf_model)
     prompts = load_prompts(builders.prompt_options(args), tokenizer)
     held_out = builders.load_eval_prompts(args, tokenizer)  # None without --eval-data
+    builders.check_tokens(args, hf, [p.token_ids for data in filter(None, [prompts, held_out]) for p in data.items])
     rewards = builders.build_rewards(args, [prompts, held_out], hf, tokenizer)
     run = builders.start(args, tokenizer)
     check_early(args.vllm_args, run.topology)

@@ -1,7 +1,7 @@
 """From flags to the objects that train_ppo.py works with: the only code beside the scripts that reads args."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -44,7 +44,7 @@ from megatron_rl.rewards.router import RuleRewards, entries_from_config, entries
 from megatron_rl.roles import Role, build_reward_role, load_tokenizer, trained_weights
 from megatron_rl.rollout.engine import Engine, EngineOptions, SamplingOptions, TrainedWeights
 from megatron_rl.rollout.hf_backend import HFEngine, RolloutEngine
-from megatron_rl.rollout.startup import can_place
+from megatron_rl.rollout.startup import can_place, eos_token_ids
 from megatron_rl.step import Loss, Plan
 from megatron_rl.weights.arch import Dims
 from megatron_rl.weights.dist_io import hf_folder
@@ -86,6 +86,18 @@ def prompt_options(args: argparse.Namespace) -> PromptOptions:
         shuffle=args.shuffle,
         drop_last=args.drop_last,
     )
+
+
+def check_tokens(args: argparse.Namespace, hf: HFConfig, sequences: Iterable[Sequence[int]]) -> None:
+    """ValueError where the tokenizer or the end-of-sequence tokens of --hf-model go beyond its vocabulary.
+
+    Split over TP, an embedding takes such a token for one of another rank: numbers would be wrong without a word.
+    """
+    named = f"--hf-model {args.hf_model}: config.json gives a vocabulary of {hf.vocab}, but"
+    if ends := [token for token in eos_token_ids(args.hf_model) if not 0 <= token < hf.vocab]:
+        raise ValueError(f"{named} eos_token_id {ends[0]} is outside of it")
+    if (highest := max(max(ids, default=0) for ids in sequences)) >= hf.vocab:
+        raise ValueError(f"{named} its tokenizer makes token {highest} of the data: the two are not of one model")
 
 
 def load_eval_prompts(args: argparse.Namespace, tokenizer: Any) -> PromptDataset | None:

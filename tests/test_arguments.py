@@ -274,6 +274,16 @@ BAD_RUNS = {
         ["rule.py", "'better'", "good", "--reward"],
     ),
     "no tokenizer": ({}, lambda tmp: ["--hf-model", tiny_model(tmp / "bare", "llama")], ["bare", "no tokenizer"]),
+    "a tokenizer of another model": (
+        {},
+        lambda tmp: ["--hf-model", tiny_tokenizer(tiny_model(tmp / "small", "llama", vocab_size=5))],
+        ["small", "vocabulary of 5", "--hf-model", "token "],
+    ),
+    "an end outside of the vocabulary": (
+        {},
+        lambda tmp: ["--hf-model", tiny_tokenizer(tiny_model(tmp / "ends", "llama", eos_token_id=600))],
+        ["ends", "eos_token_id 600", "--hf-model"],
+    ),
     "architecture": (
         {"config.json": [{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}]},
         lambda tmp: ["--hf-model", tmp],
