@@ -157,6 +157,19 @@ def test_what_cannot_work_is_refused(tmp_path: Path, more: list, words: list[str
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value), error.value
 
 
+def test_pairs_beyond_the_vocabulary_are_refused(tmp_path: Path):
+    """A tokenizer of another model ends the run with both numbers before anything is built or written."""
+    import train_dpo
+
+    folder = tiny_tokenizer(tiny_model(tmp_path / "small", "qwen2", vocab_size=5))
+    data, out = write_pairs(tmp_path / "pairs.jsonl", 1, 4), tmp_path / "out"
+    argv = ["--hf-model", folder, "--train-data", data, "--output-dir", out, "--no-apply-chat-template"]
+    argv += ["--max-length", 24, "--max-prompt-length", 12]
+    with pytest.raises(ValueError, match="vocabulary of 5, but its tokenizer makes token [0-9]+ of the data"):
+        train_dpo.train(parse("train_dpo.py", DPO, [str(word) for word in argv]))
+    assert not out.exists()
+
+
 def test_a_cache_of_other_data_or_model_is_refused(start: Callable[..., Run], whole: Run):
     """The file says what it was computed from; where pairs or reference are others it is named and replaced."""
     flags = ("--train-iters", 1, "--no-save-hf")

@@ -31,6 +31,7 @@ OURS = {  # engine arguments that follow from other flags
     "max_model_len": "--max-prompt-length and --max-response-length",
     "seed": "--seed",
     "quantization": "training, whose weights the engine follows at every step as they are",
+    "additional_config": "",
     "load_format": "",
     "distributed_executor_backend": "",
     "pipeline_parallel_size": "",

@@ -1,3 +1,5 @@
+"""RMSNorm against torch in float64, and against itself compiled: trainer and engine run the same function."""
+
 import torch
 
 from megatron_rl.models.norm import _RMSNorm, rms_norm, rounded
