@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl import platform
+from megatron_rl import flags, platform, unused
 from megatron_rl.algorithms.advantages import Advantages, dynamic_sampling_keep
 from megatron_rl.algorithms.kl import KLController, PenalisedRewards
 from megatron_rl.algorithms.losses import explained_variance
@@ -23,6 +23,7 @@ from megatron_rl.rollout.collect import collect
 from megatron_rl.rollout.engine import SyncReport
 from megatron_rl.rollout.hf_backend import RolloutEngine
 from megatron_rl.step import StepReport
+from megatron_rl.unused import unused_flags
 from megatron_rl.weights.layouts import hf_shapes
 
 
@@ -68,6 +69,7 @@ def describe(args: argparse.Namespace, hf: HFConfig) -> str:
             f"{args.update_epochs} epochs of {-(-samples // batch)} optimizer steps of {batch}, "
             f"micro-batches up to {args.max_tokens_per_micro_batch:,} tokens",
             *summary(ppo_setup(args, hf), _device(args)),
+            *(f"warning: {text}" for text in sampling_warnings(args) + unused_flags(args, flags.PPO, unused.PPO)),
         ]
     )
 
@@ -83,6 +85,7 @@ def describe_preference(args: argparse.Namespace, hf: HFConfig) -> str:
             f"a step    {pairs_per_step(args)} pairs of two sequences up to {args.max_length} tokens, "
             f"micro-batches up to {args.max_tokens_per_micro_batch:,} tokens; the run has {length}",
             *summary(dpo_setup(args, hf), _device(args)),
+            *(f"warning: {text}" for text in unused_flags(args, flags.DPO, unused.DPO)),
         ]
     )
 
@@ -108,8 +111,6 @@ def header(
     _built(run, roles, prompts.summary)
     if held_out:
         run.recorder.print(f"held out  {held_out.summary}")
-    for text in sampling_warnings(run.args):
-        run.recorder.print(f"warning: {text}")
 
 
 def preference_header(run: Run, hf: HFConfig, roles: list[Role | None], data: str) -> None:

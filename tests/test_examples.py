@@ -105,10 +105,11 @@ def test_every_recipe_is_listed():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_dry_run(recipe: str, tmp_path: Path):
-    """The flags are known and valid for the model's true dimensions, and the layout is printed."""
+    """The flags are known, read and valid for the model's true dimensions, and the layout is printed."""
     config, ranks = RECIPES[recipe]
     out = launch.check(dry_run(recipe, config, tmp_path))
     assert f"{ranks} ranks" in out, out
+    assert "nothing reads" not in out, out
 
 
 def test_dry_run_finds_what_does_not_fit(tmp_path: Path):
@@ -132,7 +133,8 @@ def test_missing_path_is_named(variable: str):
 def test_dry_run_on_the_cpu(recipe: str, smollm2: Path):
     """The flags are valid for the model that the recipe unpacks; its environment and model are reused in seconds."""
     result = launch.run("bash", EXAMPLES / recipe, env={"DRY_RUN": "1"}, timeout=280)
-    assert "2 ranks" in launch.check(result)
+    out = launch.check(result)
+    assert "2 ranks" in out and "nothing reads" not in out, out
 
 
 def test_slurm_recipe_starts_the_other_one():

@@ -25,6 +25,7 @@ ORDER = (
         "flag_types",
         "flags",
         "arguments",
+        "unused",
         "memory",
         "roles",
         "step",
