@@ -169,6 +169,11 @@ COLUMNS = (
 )
 
 
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy from pageable memory would first wait for all that the device has to do."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def pack(batch: Batch, index: list[int], device: torch.device, multiple: int = 1) -> MicroBatch:
     """Packs the sequences `index` of a batch, in that order, padding T up to a multiple of `multiple`."""
     chosen = [batch.sequences[i] for i in index]
@@ -186,15 +191,15 @@ def pack(batch: Batch, index: list[int], device: torch.device, multiple: int = 1
     for name in COLUMNS:
         column_BR = getattr(batch, name + "_BR")
         if column_BR is not None:
-            columns[name + "_K"] = column_BR[index][:, : mask.shape[1]][mask].to(device, non_blocking=True)
+            columns[name + "_K"] = _sent(column_BR[index][:, : mask.shape[1]][mask], device)
     return MicroBatch(
-        tokens_1T=tokens[None].to(device, non_blocking=True),
-        positions_1T=torch.cat([torch.arange(len(p)) for p in pieces])[None].to(device, non_blocking=True),
-        cu_seqlens=torch.tensor([0, *map(len, pieces)]).cumsum(0).to(device, torch.int32, non_blocking=True),
+        tokens_1T=_sent(tokens[None], device),
+        positions_1T=_sent(torch.cat([torch.arange(len(p)) for p in pieces])[None], device),
+        cu_seqlens=_sent(torch.tensor([0, *map(len, pieces)]).cumsum(0, dtype=torch.int32), device),
         max_seqlen=max(map(len, pieces)),
-        predict_K=predict.to(device, non_blocking=True),
-        labels_K=tokens[predict + 1].to(device, non_blocking=True),
-        sequence_K=torch.repeat_interleave(torch.arange(len(index)), responses).to(device, non_blocking=True),
+        predict_K=_sent(predict, device),
+        labels_K=_sent(tokens[predict + 1], device),
+        sequence_K=_sent(torch.repeat_interleave(torch.arange(len(index)), responses), device),
         num_sequences=len(index),
         **columns,
     )

@@ -68,6 +68,12 @@ def _add_product(into_vH: Tensor, grad_Cv: Tensor, hidden_CH: Tensor) -> None:
         into_vH += (grad_Cv.t() @ hidden_CH).float()
 
 
+def _main_gradient(weight_vH: Tensor) -> Tensor | None:
+    """Where megatron-core's DDP collects the weight's gradient in float32; None without it."""
+    main_vH = getattr(weight_vH, "main_grad", None)
+    return main_vH if main_vH is not None and main_vH.dtype == torch.float32 else None
+
+
 def _local_labels(labels_K: Tensor, shard: VocabShard) -> Tensor:
     """Column of each label in this shard, -1 where it is in another."""
     local_K = labels_K - shard.first
@@ -128,8 +134,9 @@ def _logit_gradients(
 class _ChunkedLogprobs(torch.autograd.Function):
     """[2, K] float32: log p(label) and entropy of softmax(hidden @ weight^T / temperature).
 
-    The backward pass recomputes each chunk's logits. Gradients are this rank's share: the caller sums the gradient of
-    hidden over the tensor-parallel group.
+    The backward pass recomputes each chunk's logits. Where DDP keeps the weight's gradient in float32, it is never
+    rounded to the weight's type. Gradients are this rank's share: the caller sums that of hidden over the
+    tensor-parallel group.
     """
 
     @staticmethod
@@ -162,8 +169,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden_KH, weight_vH, labels_K, lse_K, out_2K = ctx.saved_tensors
         options, shard = ctx.options, ctx.shard
         local_K, grad_2K = _local_labels(labels_K, shard), grad_2K.contiguous()
-        grad_hidden_KH = torch.empty_like(hidden_KH)
-        grad_weight_vH = torch.zeros_like(weight_vH, dtype=torch.float32)
+        grad_hidden_KH, main_vH = torch.empty_like(hidden_KH), _main_gradient(weight_vH)
+        grad_weight_vH = torch.zeros_like(weight_vH, dtype=torch.float32) if main_vH is None else main_vH
         for at in range(0, len(labels_K), options.chunk_tokens):
             chunk = slice(at, at + options.chunk_tokens)
             logits_Cv = _chunk_logits(hidden_KH[chunk], weight_vH)
@@ -173,7 +180,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.mm(grad_Cv, weight_vH, out=grad_hidden_KH[chunk])
             _add_product(grad_weight_vH, grad_Cv, hidden_KH[chunk])
             del grad_Cv
-        return grad_hidden_KH, grad_weight_vH.to(weight_vH.dtype), None, None, None
+        if main_vH is None:
+            return grad_hidden_KH, grad_weight_vH.to(weight_vH.dtype), None, None, None
+        weight_vH.grad_added_to_main_grad = True
+        # autograd still wants one: DDP reads it for a tied embedding alone, which adds its own share to it
+        unread_vH = (torch.zeros_like if getattr(weight_vH, "zero_out_wgrad", False) else torch.empty_like)(weight_vH)
+        return grad_hidden_KH, unread_vH, None, None, None
 
 
 def chunked_logprobs(

@@ -106,11 +106,8 @@ def forward_only(
         return output, lambda out, non_loss_data: out.detach()
 
     with role.memory.for_forward(), platform.megatron(), torch.no_grad():
-        for chunk in chunks:
-            chunk.eval()
+        _set_mode(chunks, training=False)
         outputs = _run_schedule(chunks, micros, topology, forward_step, forward_only=True)
-        for chunk in chunks:
-            chunk.train()
     mask_BR = batch.mask_BR
     rows = torch.zeros(1, dtype=torch.int64)
     if topology.is_last_stage:
@@ -142,7 +139,6 @@ def train_step(
     Raises FloatingPointError where the gradient norm is not finite, or skips the update with `skip_non_finite`.
     """
     chunks, optimizer = role.chunks, role.optimizer
-    micros = _micro_batches(batch, _share(plan, topology), topology)
 
     def forward_step(micro_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         micro = next(micro_iterator)
@@ -160,9 +156,12 @@ def train_step(
     with platform.megatron():
         _prepare(chunks)
         optimizer.zero_grad()
+        micros = _micro_batches(batch, _share(plan, topology), topology)  # while the device clears the gradients
         collected = _run_schedule(chunks, micros, topology, forward_step, forward_only=False)
         with role.memory.for_update():
             optimizer.prepare_grads()
+            # listed before the norm, for which the host waits: after it the device waits for the host
+            gradients = [param.grad for param in optimizer.get_parameters() if param.grad is not None]
             grad_norm = float(optimizer.get_grad_norm())
             updated = math.isfinite(grad_norm)
             if not updated and not skip_non_finite:
@@ -171,7 +170,9 @@ def train_step(
                 )
             learning_rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
             if updated:
-                _clip(optimizer, grad_norm)
+                largest = optimizer.config.clip_grad
+                if gradients and 0 < largest < grad_norm + 1e-6:  # as megatron-core clips
+                    torch._foreach_mul_(gradients, largest / (grad_norm + 1e-6))
                 optimizer.step_with_ready_grads()
         role.schedule.step(1)
     return StepReport(_sum_metrics(collected, topology), grad_norm, updated, learning_rate)
@@ -188,18 +189,16 @@ def _prepare(chunks: list[torch.nn.Module]) -> None:
     assert config.calculate_per_token_loss, "the schedule must not divide the loss"
     config.finalize_model_grads_func = finalize
     config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    _set_mode(chunks, training=True)
     for chunk in chunks:
-        chunk.train()
         chunk.zero_grad_buffer()
 
 
-def _clip(optimizer: Any, grad_norm: float) -> None:
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        parameters = part.get_parameters()
-        if part.config.clip_grad > 0 and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+def _set_mode(chunks: list[torch.nn.Module], training: bool) -> None:
+    """Through all of its modules only where a chunk has the other one: the device waits meanwhile."""
+    for chunk in chunks:
+        if chunk.training != training:
+            chunk.train(training)
 
 
 def _sum_metrics(collected: list[dict[str, Tensor]], topology: Topology) -> dict[str, float]:

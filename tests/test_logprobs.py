@@ -50,6 +50,25 @@ def test_equal_the_plain_formula_with_gradients(chunk, temperature):
     )
 
 
+@mark.parametrize("tied", [False, True])
+def test_the_weights_gradient_stays_in_float32(tied):
+    """With DDP's float32 gradient it is added there without being rounded, and what autograd adds to it is 0."""
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(29, 12).bfloat16(), torch.randint(0, 40, (29,))
+    weight = torch.nn.Parameter(torch.randn(40, 12).bfloat16())
+    exact = weight.detach().float().requires_grad_()
+    weight.main_grad, weight.zero_out_wgrad = torch.ones(40, 12), tied
+    shard, options = VocabShard(0, 40, None), LogprobOptions(1.0, 7)
+    for _ in range(2):  # micro-batches
+        chunked_logprobs(hidden, weight, labels, options, shard)[0].sum().backward()
+        assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
+        assert not tied or not weight.grad.any()
+        weight.grad = None  # as DDP does
+    chunked_logprobs(hidden.float(), exact, labels, options, shard)[0].sum().backward()
+    torch.testing.assert_close(weight.main_grad, 1 + 2 * exact.grad, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(weight.main_grad, weight.main_grad.bfloat16().float())
+
+
 def test_large_logits_stay_finite():
     """Logits of +-1e4 give finite log-probabilities, entropies and gradients."""
     hidden = torch.full((3, 4), 50.0, requires_grad=True)

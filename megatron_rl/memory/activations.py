@@ -86,10 +86,10 @@ def norm_saved(w: Widths, cuda: bool) -> int:
 
 def attention_saved(hf: HFConfig, w: Widths, cuda: bool, recomputed: bool) -> int:
     """Rotated queries and keys, values, the output (kept by the projection too) and each row's log-sum."""
-    out, mixed = w.element * w.query, w.query + 2 * w.key  # keys and values are views of the product's output
-    queries = w.query if w.heads > w.key_heads else 0  # a copy, where several share a key head
-    norms = 0
-    if hf.qk_norm:
+    out, mixed = w.element * w.query, w.query + 2 * w.key
+    norms = queries = 0
+    if hf.qk_norm:  # keys and values are views of the product's output
+        queries = w.query if w.heads > w.key_heads else 0  # a copy, where several share a key head
         norms = w.element * (queries + mixed) + 4 * (w.heads + w.key_heads)
         norms += 4 * (w.query + w.key) if _keeps_unit(w, cuda) else 0
     if recomputed:
@@ -97,8 +97,7 @@ def attention_saved(hf: HFConfig, w: Widths, cuda: bool, recomputed: bool) -> in
     log_sums = 4 * w.heads
     if cuda:
         return norms + w.element * (w.query + 2 * w.key) + out + log_sums
-    values = mixed if w.element == 4 and not hf.qk_norm else w.key  # float() copies the values only of 16 bit
-    return norms + 4 * (w.query + w.key + values) + 4 * w.query + out + log_sums  # and each sequence's own output
+    return norms + 4 * mixed + 4 * w.query + out + log_sums  # and each sequence's own output
 
 
 def mlp_saved(hf: HFConfig, w: Widths, recomputed: bool) -> int:
@@ -158,16 +157,17 @@ def in_flight(training: Training, stage: int) -> int:
 
 
 def head_work(hf: HFConfig, training: Training, kind: Kind) -> int:
-    """Peak of the head's backward pass beside what is kept: a chunk's logits, the weight's gradient."""
+    """Peak of the head's backward pass beside what is kept: a chunk's logits and their gradient, that of the hidden
+    states, and one in the weight's shape that nobody reads."""
     tokens, e = training.tokens, training.element
     if kind == "value":
         return 2 * 4 * tokens * hf.hidden
     rows = padded_vocab(hf.vocab, training.sizes.tp) // training.sizes.tp
     chunk, weight = min(training.chunk_tokens, tokens) * rows, rows * hf.hidden
-    gradients = 4 * weight + e * tokens * hf.hidden
+    gradient = e * tokens * hf.hidden
     if training.cuda:
-        return gradients + max((4 + e) * chunk, e * weight)
-    return gradients + 16 * chunk + (6 * weight if training.bf16 else 0)
+        return gradient + max((4 + e) * chunk, e * weight)
+    return gradient + max(16 * chunk + (6 * weight if training.bf16 else 0), e * weight)
 
 
 def layer_work(hf: HFConfig, training: Training) -> int:

@@ -1,6 +1,7 @@
 """Attention over packed sequences, with rotary embeddings of each token's own position.
 
-Shape suffixes: T tokens, h query heads and g key-value heads of this TP rank, D head dimension.
+Shape suffixes: T tokens, h query heads and g key-value heads of this TP rank, D head dimension; s = h / g + 2 heads of
+one group in the product of the projections: its queries, its key, its value.
 """
 
 import inspect
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -27,6 +30,23 @@ class PackedSequences(PackedSeqParams):
     sin_TD: Tensor | None = None
 
 
+class MixedSelfAttention(SelfAttention):
+    """megatron-core's, whose queries, keys and values stay in one tensor until core attention turns and parts them.
+
+    Where they are normed first, or a group of heads is cut over ranks, they are parted as megatron-core does.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: None = None, output_gate: bool = False, split_qkv: bool = True
+    ) -> Any:
+        normed = any(not isinstance(norm, IdentityOp | None) for norm in (self.q_layernorm, self.k_layernorm))
+        if normed or self.config.num_query_groups < self.world_size:
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        return mixed.view(*mixed.shape[:2], groups, -1, size), None, None
+
+
 class PackedAttention(MegatronModule):
     """megatron-core's core_attention: causal within each sequence of cu_seqlens, never O(s^2) memory."""
 
@@ -37,14 +57,14 @@ class PackedAttention(MegatronModule):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         attention_mask: None,
         attn_mask_type: Any = None,
         attention_bias: None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """[T, 1, h, D], [T, 1, g, D], [T, 1, g, D] -> [T, 1, h * D]."""
+        """[T, 1, h, D], [T, 1, g, D], [T, 1, g, D] or [T, 1, g, s, D], None, None -> [T, 1, h * D]."""
         assert attention_mask is None and attention_bias is None, "the borders are the only mask"
         q, k, v = rotated(query, key, value, packed_seq_params)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
@@ -68,14 +88,14 @@ class FusedPackedAttention(MegatronModule):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         attention_mask: None,
         attn_mask_type: Any = None,
         attention_bias: None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """[T, 1, h, D], [T, 1, g, D], [T, 1, g, D] -> [T, 1, h * D]."""
+        """[T, 1, h, D], [T, 1, g, D], [T, 1, g, D] or [T, 1, g, s, D], None, None -> [T, 1, h * D]."""
         assert attention_mask is None and attention_bias is None, "the borders are the only mask"
         q, k, v = rotated(query, key, value, packed_seq_params)
         borders = replace(packed_seq_params, qkv_format="thd")
@@ -84,11 +104,13 @@ class FusedPackedAttention(MegatronModule):
 
 
 def rotated(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None
+    query: Tensor, key: Tensor | None, value: Tensor | None, packed: PackedSequences | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q_ThD, k_TgD, v_TgD), query and key turned by each token's own position."""
     assert packed is not None, "training data is packed, every forward pass gives its borders"
     angles = packed.cos_TD, packed.sin_TD
+    if key is None:
+        return RotateMixed.apply(query.squeeze(1), *angles)
     return Rotate.apply(query.squeeze(1), *angles), Rotate.apply(key.squeeze(1), *angles), value.squeeze(1)
 
 
@@ -163,6 +185,40 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, grad_ThD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos_TD, sin_TD = ctx.saved_tensors
         return turn(grad_ThD, cos_TD, sin_TD, -1.0), None, None
+
+
+def part(mixed_TgsD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(q_ThD, k_TgD, v_TgD), contiguous; queries and keys rotated by the angles."""
+    if mixed_TgsD.is_cuda and platform.has_triton():
+        from megatron_rl.models import kernels
+
+        return kernels.part(mixed_TgsD, cos_TD, sin_TD)
+    queries_ThD = mixed_TgsD[:, :, :-2].flatten(1, 2)
+    turned = (turn(x, cos_TD, sin_TD, 1.0) for x in (queries_ThD, mixed_TgsD[:, :, -2]))
+    return *turned, mixed_TgsD[:, :, -1].contiguous()
+
+
+def join(q_ThD: Tensor, k_TgD: Tensor, v_TgD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """mixed_TgsD, queries and keys rotated back: what part() takes from what it gives."""
+    if q_ThD.is_cuda and platform.has_triton():
+        from megatron_rl.models import kernels
+
+        return kernels.join(q_ThD, k_TgD, v_TgD, cos_TD, sin_TD)
+    queries = turn(q_ThD, cos_TD, sin_TD, -1.0).unflatten(1, (k_TgD.shape[1], -1))
+    return torch.cat((queries, turn(k_TgD, cos_TD, sin_TD, -1.0)[:, :, None], v_TgD[:, :, None]), dim=2)
+
+
+class RotateMixed(torch.autograd.Function):
+    """part(): Rotate of queries and keys, in the pass that takes them and the values out of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed_TgsD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Any:  # type: ignore[override]
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return part(mixed_TgsD, cos_TD, sin_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return join(*grads, *ctx.saved_tensors), None, None
 
 
 def inverse_frequencies(theta: float, head_dim: int, rope: RopeScaling) -> Tensor:

@@ -88,7 +88,7 @@ def _layer_spec(config: TransformerConfig) -> tuple["ModuleSpec", type]:
     """(layer, final norm): megatron-core's layer with our attention, and our norm unless transformer-engine has it."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from megatron_rl.models.attention import FusedPackedAttention, PackedAttention
+    from megatron_rl.models.attention import FusedPackedAttention, MixedSelfAttention, PackedAttention
     from megatron_rl.models.mlp import GatedMLP
 
     options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
@@ -105,7 +105,8 @@ def _layer_spec(config: TransformerConfig) -> tuple["ModuleSpec", type]:
         own["mlp"] = partial(GatedMLP.as_mlp_submodule, **layer.submodules.mlp.keywords)
     attention = layer.submodules.self_attention
     inner = replace(attention.submodules, core_attention=core, **own_qk)
-    submodules = replace(layer.submodules, self_attention=replace(attention, submodules=inner), **own)
+    attention = replace(attention, module=MixedSelfAttention, submodules=inner)
+    submodules = replace(layer.submodules, self_attention=attention, **own)
     return replace(layer, submodules=submodules), final
 
 

@@ -1,6 +1,7 @@
 """The kernels of mlp.py and attention.py: one pass over their tensors, in float32. Importing this imports Triton.
 
-Shape suffixes: N rows (tokens), f a rank's half of fc1's rows, T tokens, h heads, D head dimension.
+Shape suffixes: N rows (tokens), f a rank's half of fc1's rows, T tokens, h heads, g groups of them that share a key and
+a value, s heads of a group with its key and value, D head dimension.
 """
 
 import torch
@@ -61,6 +62,54 @@ def _turn(
     tl.store(target + half, (second * cos + first * sin).to(out_ThD.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _part(
+    mixed_TgsD,
+    q_ThD,
+    k_TgD,
+    v_TgD,
+    cos_TD,
+    sin_TD,
+    groups,
+    members,  # s
+    half,
+    BACK: tl.constexpr,  # q, k and v are read and the mixed tensor is written
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None]
+    inside = (head < groups * members) & (place < half)
+    group, member = head // members, head % members
+    is_q, is_k, is_v = inside & (member < members - 2), inside & (member == members - 2), inside & (member == members - 1)
+    cos = tl.load(cos_TD + token * half + place, mask=place < half, other=0.0)
+    sin = tl.load(sin_TD + token * half + place, mask=place < half, other=0.0)
+    sin = -sin if BACK else sin
+    mixed = mixed_TgsD + (token * groups * members + head) * 2 * half + place
+    q = q_ThD + (token * groups * (members - 2) + group * (members - 2) + member) * 2 * half + place
+    k = k_TgD + (token * groups + group) * 2 * half + place
+    v = v_TgD + (token * groups + group) * 2 * half + place
+    if BACK:
+        first = tl.load(q, mask=is_q, other=0.0) + tl.load(k, mask=is_k, other=0.0) + tl.load(v, mask=is_v, other=0.0)
+        second = tl.load(q + half, mask=is_q, other=0.0) + tl.load(k + half, mask=is_k, other=0.0)
+        second += tl.load(v + half, mask=is_v, other=0.0)
+    else:
+        first, second = tl.load(mixed, mask=inside, other=0.0), tl.load(mixed + half, mask=inside, other=0.0)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    left = tl.where(is_v, first, first * cos - second * sin).to(mixed_TgsD.dtype.element_ty)
+    right = tl.where(is_v, second, second * cos + first * sin).to(mixed_TgsD.dtype.element_ty)
+    if BACK:
+        tl.store(mixed, left, mask=inside)
+        tl.store(mixed + half, right, mask=inside)
+    else:
+        tl.store(q, left, mask=is_q)
+        tl.store(q + half, right, mask=is_q)
+        tl.store(k, left, mask=is_k)
+        tl.store(k + half, right, mask=is_k)
+        tl.store(v, left, mask=is_v)
+        tl.store(v + half, right, mask=is_v)
+
+
 def swiglu(x_N2f: Tensor) -> Tensor:
     x_N2f = x_N2f.contiguous()
     width = x_N2f.shape[-1] // 2
@@ -87,3 +136,27 @@ def turn(x_ThD: Tensor, cos_TD: Tensor, sin_TD: Tensor, sign: float) -> Tensor:
     strides = x_ThD.stride(0), x_ThD.stride(1)
     _turn[(tokens,)](x_ThD, out_ThD, cos_TD, sin_TD, *strides, heads, half, sign, **blocks)
     return out_ThD
+
+
+def _run_part(mixed_TgsD: Tensor, parts: tuple[Tensor, ...], cos_TD: Tensor, sin_TD: Tensor, back: bool) -> None:
+    tokens, groups, members, size = mixed_TgsD.shape
+    blocks = {"HEADS": triton.next_power_of_2(groups * members), "HALF": triton.next_power_of_2(size // 2)}
+    warps = 8 if blocks["HEADS"] * blocks["HALF"] > 2048 else 4
+    sizes = groups, members, size // 2
+    _part[(tokens,)](mixed_TgsD, *parts, cos_TD, sin_TD, *sizes, BACK=back, num_warps=warps, **blocks)
+
+
+def part(mixed_TgsD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mixed_TgsD = mixed_TgsD.contiguous()
+    tokens, groups, members, size = mixed_TgsD.shape
+    heads = groups * (members - 2), groups, groups
+    q_ThD, k_TgD, v_TgD = (mixed_TgsD.new_empty(tokens, count, size) for count in heads)
+    _run_part(mixed_TgsD, (q_ThD, k_TgD, v_TgD), cos_TD, sin_TD, back=False)
+    return q_ThD, k_TgD, v_TgD
+
+
+def join(q_ThD: Tensor, k_TgD: Tensor, v_TgD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    tokens, groups, size = k_TgD.shape
+    mixed_TgsD = q_ThD.new_empty(tokens, groups, q_ThD.shape[1] // groups + 2, size)
+    _run_part(mixed_TgsD, tuple(x.contiguous() for x in (q_ThD, k_TgD, v_TgD)), cos_TD, sin_TD, back=True)
+    return mixed_TgsD

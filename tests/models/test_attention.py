@@ -3,7 +3,7 @@ import torch
 from models.cases import micro_batch
 from torch import Tensor
 
-from megatron_rl.models.attention import Rotate, attend_each, flash_varlen, packed_sequences
+from megatron_rl.models.attention import Rotate, RotateMixed, attend_each, flash_varlen, packed_sequences
 from megatron_rl.models.mlp import SwiGLU
 
 LENGTHS = [5, 1, 70, 33]
@@ -64,6 +64,22 @@ def test_rotation_and_its_gradient():
     turned.backward(torch.tensor([[[5.0, 7.0]]]))
     back = [5 * angle.cos() + 7 * angle.sin(), 7 * angle.cos() - 5 * angle.sin()]
     torch.testing.assert_close(x.grad.flatten(), torch.stack(back).flatten())
+
+
+@pytest.mark.parametrize(("groups", "ratio"), [(1, 1), (2, 3), (3, 1)])
+def test_one_tensor_is_parted_and_rotated(groups: int, ratio: int):
+    """Queries, keys and values out of one tensor, and its gradient, are bitwise those of parting and rotating each."""
+    mixed, angles = torch.randn(5, groups, ratio + 2, 8, requires_grad=True), torch.randn(5, 4)
+    angle = angles.cos(), angles.sin()
+    whole = mixed.detach().clone().requires_grad_()
+    query, key, value = whole[:, :, :ratio].reshape(5, -1, 8), whole[:, :, ratio], whole[:, :, ratio + 1]
+    wanted = Rotate.apply(query, *angle), Rotate.apply(key, *angle), value
+    got = RotateMixed.apply(mixed, *angle)
+    pulls = [torch.randn_like(part) for part in wanted]
+    torch.autograd.backward(wanted, pulls)
+    torch.autograd.backward(got, pulls)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert torch.equal(mixed.grad, whole.grad)
 
 
 def test_swiglu_equals_torch_with_gradient():

@@ -11,7 +11,7 @@ from models.tiny import tiny_model
 from megatron_rl import platform
 from megatron_rl.batch import MicroBatch
 from megatron_rl.initialize import Topology
-from megatron_rl.models.attention import turn
+from megatron_rl.models.attention import join, part, turn
 from megatron_rl.models.config import ModelOptions, read_hf_config
 from megatron_rl.models.gpt import build_model, forward
 from megatron_rl.models.heads import full_logits
@@ -44,6 +44,20 @@ def test_rotation_kernel(heads: int):
     torch.testing.assert_close(ours.cpu(), turn(x, *angle, 1.0), rtol=1e-2, atol=1e-6)
     back = turn(ours, *(a.cuda() for a in angle), -1.0)
     torch.testing.assert_close(back.cpu(), x, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("groups", "ratio", "size"), [(2, 6, 128), (3, 1, 64), (1, 7, 80), (4, 7, 128)])
+def test_parting_kernel(groups: int, ratio: int, size: int):
+    """Queries, keys and values of one tensor, and the way back, are those of the CPU to one step of bfloat16."""
+    mixed, angles = torch.randn(9, groups, ratio + 2, size).bfloat16(), torch.randn(9, size // 2)
+    angle = angles.cos(), angles.sin()
+    device = [a.cuda() for a in angle]
+    found, wanted = part(mixed.cuda(), *device), part(mixed, *angle)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-2, atol=1e-6)
+    assert torch.equal(found[2].cpu(), wanted[2])
+    back = join(*(x.cuda() for x in wanted), *device)
+    torch.testing.assert_close(back.cpu(), join(*wanted, *angle), rtol=1e-2, atol=1e-6)
 
 
 def on_device(micro: MicroBatch) -> MicroBatch:
