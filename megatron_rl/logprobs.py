@@ -70,8 +70,9 @@ def _add_product(into_vH: Tensor, grad_Cv: Tensor, hidden_CH: Tensor) -> None:
 
 def _main_gradient(weight_vH: Tensor) -> Tensor | None:
     """Where megatron-core's DDP collects the weight's gradient in float32; None without it."""
-    main_vH = getattr(weight_vH, "main_grad", None)
-    return main_vH if main_vH is not None and main_vH.dtype == torch.float32 else None
+    if not hasattr(weight_vH, "main_grad") or weight_vH.main_grad.dtype != torch.float32:
+        return None
+    return weight_vH.main_grad
 
 
 def _local_labels(labels_K: Tensor, shard: VocabShard) -> Tensor:
