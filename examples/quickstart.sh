@@ -19,7 +19,7 @@ REWARD=(--reward sentiment)
 ROLLOUT=(--rollout-batch-size 8 --n-samples-per-prompt 4 --max-response-length 24 --temperature 1.0)
 ALGORITHM=(--advantage-estimator gae --gamma 1.0 --gae-lambda 1.0 --policy-loss ppo --kl-coef 0.02 --kl-in reward)
 OPTIMIZER=(--lr 5e-5 --critic-lr 5e-5 --clip-grad 1.0 --global-batch-size 32 --max-tokens-per-micro-batch 1024)
-RUN=(--train-iters 12 --show-samples 3 --output-dir output/quickstart)
+RUN=(--train-iters 10 --show-samples 3 --output-dir output/quickstart)
 
 LAUNCH=(.venv/bin/torchrun --standalone --nproc_per_node 2 train_ppo.py)
 if [[ ${DRY_RUN:-0} == 1 ]]; then LAUNCH=(.venv/bin/python train_ppo.py --dry-run --world-size 2); fi
