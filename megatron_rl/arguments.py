@@ -10,6 +10,7 @@ import megatron_rl
 from megatron_rl.models.config import HFConfig, Sizes, check_layout, check_length, read_hf_config
 from megatron_rl.models.overrides import parse_overrides
 from megatron_rl.weights.dist_io import hf_folder
+from megatron_rl.weights.target import check_replaceable
 
 ENGINE_DTYPES = ("bfloat16", "float16", "float32")  # of --vllm-args dtype
 
@@ -176,6 +177,9 @@ def validate_shared(args: argparse.Namespace, hf: HFConfig) -> None:
     for flag, folder in (("--output-dir", args.output_dir), ("--save", args.save)):
         if folder is not None:
             check_output(folder, flag)
+    if args.save_hf:
+        for role in ("actor", "critic"):
+            check_replaceable(f"{args.output_dir}/{role}")
     for flag, value in (("--save-interval", args.save_interval), ("--keep-last", args.keep_last)):
         if value is not None and args.save is None:
             raise ValueError(f"{flag} {value} needs --save DIR")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.models.config import read_hf_config
 from megatron_rl.weights.hf_io import HFWriter, export_shapes
+from megatron_rl.weights.target import check_replaceable
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_intermixed_args()
     config = SHAPES[args.shape] | {k: yaml.safe_load(v) for k, v in (item.split("=", 1) for item in args.overrides)}
+    check_replaceable(args.out)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "config.json").write_text(json.dumps(config, indent=2))
     hf = read_hf_config(args.out)
@@ -78,4 +80,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"random_model.py: {error}")

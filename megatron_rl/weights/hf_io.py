@@ -21,6 +21,7 @@ from megatron_rl.initialize import Topology
 from megatron_rl.models.config import HEADS, HFConfig, Sizes, check_layout, dims
 from megatron_rl.weights.arch import VALUE_HEAD, Role, TransformerImpl
 from megatron_rl.weights.layouts import Block, Param, TrainLayout, check_names, hf_shapes, megatron_blocks
+from megatron_rl.weights.target import check_replaceable
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}  # as transformers counts max_shard_size
@@ -198,6 +199,7 @@ def shard_bytes(text: str | int) -> int:
 
 class HFWriter:
     """Writes a folder's tensors, in the order of `shapes`, into `folder`.partial, and renames it when all are there.
+    ValueError where `folder` is something else than an older model, which is replaced.
 
     Files and index are named as transformers names them. As a context manager it leaves nothing behind on an error.
     Of several processes, which `meet` at a barrier, each writes the output shards of its `rank`.
@@ -215,6 +217,7 @@ class HFWriter:
     ) -> None:
         self.folder, self.shapes = Path(folder), dict(shapes)
         self.dtypes = {name: dtype if isinstance(dtype, torch.dtype) else dtype[name] for name in shapes}
+        check_replaceable(self.folder)
         self.partial = self.folder.with_name(self.folder.name + ".partial")
         limit, size = shard_bytes(max_shard), 0
         self._shards: list[list[str]] = [[]]
@@ -273,7 +276,7 @@ class HFWriter:
             metadata = {"total_parameters": numel, "total_size": sum(map(self._bytes, self.shapes))}
             index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             (self.partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        old = self.folder.with_name(self.folder.name + ".old")
+        old = self.folder.with_name(f".{self.folder.name}.old")  # hidden: X.old may be somebody's own
         shutil.rmtree(old, ignore_errors=True)
         if self.folder.exists():
             self.folder.rename(old)

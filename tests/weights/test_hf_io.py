@@ -137,14 +137,29 @@ def test_written_folder_is_transformers(tmp_path: Path):
 def test_failed_write_leaves_nothing(tmp_path: Path):
     """An error midway leaves an older folder as it was and no half-written one."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "older").write_text("")
+    (tmp_path / "out" / "config.json").write_text("")
     with (
         pytest.raises(RuntimeError),
         HFWriter(tmp_path / "out", {"a": (2,), "b": (2,)}, torch.float32, "1KB") as writer,
     ):
         writer.write("a", torch.zeros(2))
         raise RuntimeError
-    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "older").is_file()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("there", ["a file", "something else", "a folder beside config.json"])
+def test_only_an_older_model_is_replaced(tmp_path: Path, there: str):
+    """What is no model stays as it was: the writer refuses before it makes anything, with the folder's name."""
+    out = tmp_path / "out"
+    if there == "a file":
+        out.write_text("kept")
+    else:
+        (out / "kept").mkdir(parents=True) if "folder" in there else out.mkdir()
+        (out / ("config.json" if "config" in there else "notes.txt")).write_text("kept")
+    with pytest.raises(ValueError, match=f"{out} (is a file|holds (notes.txt|a folder kept))"):
+        HFWriter(out, {"a": (2,)}, torch.float32)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert out.is_file() or any(out.iterdir())
 
 
 def test_value_models_are_sequence_classifiers(tmp_path: Path):
