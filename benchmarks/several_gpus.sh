@@ -4,8 +4,7 @@
 #     python tools/random_model.py qwen2.5-7b --out /tmp/q7 --tokenizer models/SmolLM2-135M-Instruct
 #     bash benchmarks/several_gpus.sh 2 /tmp/q7 /tmp/several [further flags of the engine and the batches]
 #
-# Without GPUs it runs too, on a small model: the ratios there are those of the machine's cores. With SHARE_GPU=1 the ranks
-# share one GPU (share_gpu.py): what is exchanged through NCCL is then right or wrong, but its times say nothing.
+# Without GPUs it runs too, on a small model: the ratios there are those of the machine's cores.
 set -uo pipefail
 GPUS=$1 MODEL=$2 OUT=$3
 shift 3
@@ -13,8 +12,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$OUT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 PYTHON=${PYTHON:-python}
-SHARED=()
-[[ -n ${SHARE_GPU:-} ]] && SHARED=(benchmarks/share_gpu.py) && set -- "$@" --vllm-args disable_custom_all_reduce=true enforce_eager=true
 
 declare -A FLAGS=(
   [TP2]="--tensor-model-parallel-size 2 --sequence-parallel" [PP2]="--pipeline-model-parallel-size 2" [DP2]="" [DP4]=""
@@ -31,7 +28,7 @@ esac
 ranks() { # number, name of the log, command: its last lines, and how it ended
   local count=$1 log=$OUT/$2.log status
   shift 2
-  "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$count" "${SHARED[@]}" "$@" >"$log" 2>&1
+  "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$count" "$@" >"$log" 2>&1
   status=$?
   echo "== $(basename "$log" .log): exit status $status"
   grep -E "^(ours|whole|Needed|Sending|  after|bench_step result|\[(sync|rollout|logprobs|critic|policy|step)\])|[a-z_]+\.py: |error: " "$log"

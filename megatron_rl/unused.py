@@ -26,7 +26,7 @@ SHARED = (
     Rule(lambda a: a.save is None, "there is no --save", ("async-save",)),
     Rule(lambda a: a.load is None, "there is no --load", ("exit-on-missing-checkpoint",)),
     Rule(lambda a: len(a.train_data) < 2, "--train-data is one file", ("data-weights",)),
-    Rule(lambda a: not a.apply_chat_template, "of --no-apply-chat-template", ("system-prompt",)),
+    Rule(lambda a: not a.apply_chat_template, "--no-apply-chat-template takes none", ("system-prompt",)),
 )
 PPO = (
     *SHARED,
