@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -76,6 +77,11 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def _close() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def initialize(
     tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, seed: int = 1234, timeout_minutes: float = 10
 ) -> Topology:
@@ -99,6 +105,7 @@ def initialize(
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", _free_port())
         dist.init_process_group(platform.backend(), rank=rank, world_size=world_size, timeout=timeout)
+        weakref.finalize(initialize, _close)  # at exit the last made comes first: vLLM closes its groups before these
     with platform.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,

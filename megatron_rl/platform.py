@@ -127,6 +127,20 @@ def set_rng_state(state: RngState) -> None:
         torch.cuda.set_rng_state(state.cuda)
 
 
+@contextlib.contextmanager
+def same_stream() -> Iterator[None]:
+    """Afterwards the CUDA stream of before is the current one again: vLLM with TP leaves one of its own."""
+    if device_type() != "cuda":
+        yield
+        return
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
+
+
 def is_verbose() -> bool:
     """Whether libraries may write to the console what they like."""
     return os.environ.get("MEGATRON_RL_VERBOSE") == "1"

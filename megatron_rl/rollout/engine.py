@@ -167,6 +167,7 @@ class Engine:
         )
         with (
             startup.hushed(),
+            platform.same_stream(),
             startup.own_rng(options.seed),
             startup.unique_shared_memory(),
             startup.groups_of(self.replicas),
