@@ -23,6 +23,7 @@ from megatron_rl.rollout.generate import (
     generate,
     requests_hash,
 )
+from megatron_rl.rollout.scheduling import shorten_walk
 from megatron_rl.rollout.verify import differing_slices
 from megatron_rl.weights.layouts import Param
 from megatron_rl.weights.overlap import Overlap
@@ -121,6 +122,7 @@ class Engine:
         self.llm = self._start(hf_folder)
         self.vocab_size = self.llm.model_config.get_vocab_size()
         self.capture = capture_of(self.llm)
+        shorten_walk(self.llm)
         self._connect()
 
     def _place(self, placement: Placement) -> None:
@@ -143,9 +145,15 @@ class Engine:
 
         from megatron_rl.rollout.vllm_weights import LOAD_FORMAT
 
-        options, on_cpu = self.options, platform.device_type() == "cpu"
+        options, on_cpu, cpus_own = self.options, platform.device_type() == "cpu", {}
         if on_cpu:
             from megatron_rl.rollout import vllm_ops  # registers the trainer's arithmetic
+
+            cpus_own = {
+                "additional_config": {vllm_ops.FP32_RESIDUAL: options.fp32_residual},
+                "enable_chunked_prefill": False,  # its sampler cannot take back what a part of a prompt drew by seed
+                "max_num_batched_tokens": max(4096, options.max_model_len),
+            }
         arguments = dict(
             model=str(startup.config_folder(hf_folder)),
             load_format=LOAD_FORMAT,
@@ -163,7 +171,7 @@ class Engine:
             disable_custom_all_reduce=True,
             hf_overrides={"head_dtype": "float32"},  # logits unrounded, as the trainer's are
             seed=options.seed,
-            **({"additional_config": {vllm_ops.FP32_RESIDUAL: options.fp32_residual}} if on_cpu else {}),
+            **cpus_own,
         )
         with (
             startup.hushed(),

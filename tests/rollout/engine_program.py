@@ -133,6 +133,8 @@ def faults(engine: Loaded, weights: TrainedWeights) -> dict[str, Any]:
     seen["corrupt"] = message_of(engine.verify)
     seen["refused_corrupt"] = message_of(lambda: engine.generate([GenerateRequest(PROMPTS[0], 1)], ask))
     engine.sync()
+    many = [GenerateRequest((i, *range(3, 112)), i) for i in range(3, 43)]  # more than vLLM takes into one step
+    seen["many"] = [len(response.token_ids) for response in engine.generate(many, ask)]
     for name, request, options in (
         ("empty", GenerateRequest((), 1), ask),
         ("long", GenerateRequest((5,) * 127, 1), ask),
@@ -162,7 +164,7 @@ def run(folder: str, args: argparse.Namespace, topology: Topology) -> dict[str, 
         share_weights=not args.copy,
         bucket_bytes=args.bucket_bytes,
         placement=best_placement(Overlap(held, like), of_rank, topology.world_size) if args.place else None,
-        vllm_args={"enforce_eager": True, "max_num_seqs": 16},
+        vllm_args={"enforce_eager": True, "max_num_seqs": 64},
     )
     rng = torch.get_rng_state()
     Loaded.folder = folder

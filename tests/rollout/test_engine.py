@@ -149,6 +149,12 @@ def test_bad_requests_are_named(single: dict[str, dict[str, Any]]) -> None:
         assert "an engine of torch.float16 cannot share the memory of training's" in of_model["other_dtype"]
 
 
+def test_prompts_beyond_one_step(single: dict[str, dict[str, Any]]) -> None:
+    """More prompt tokens than vLLM takes at once are answered: none of the prompts is cut (vLLM's CPU sampler fails)."""
+    for name, of_model in single.items():
+        assert len(of_model["faults"]["many"]) == 40 and all(of_model["faults"]["many"]), name
+
+
 def test_stop_tokens_end_a_response(single: dict[str, dict[str, Any]]) -> None:
     """A stop token is the response's last token, and the response is not truncated then."""
     for of_model in single.values():
