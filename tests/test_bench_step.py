@@ -34,15 +34,18 @@ def test_lengths_are_spread_and_fixed():
     assert lengths_of(7, 3, 1) == [7, 7, 7]
 
 
-def test_short_run(tmp_path: Path):
-    """One command measures update and whole step in processes of their own and prints a row each."""
+@pytest.mark.parametrize(("parts", "tokens"), [(("update", "whole"), (60, 20)), (("bare", "rollout"), (20, 20))])
+def test_short_run(tmp_path: Path, parts: tuple[str, str], tokens: tuple[int, int]):
+    """One command measures parts, one after the other or in turns, in processes of their own and prints a row each."""
     folder = tiny_model(tmp_path, "llama")
     tiny_tokenizer(folder)
     flags = "--sequences 3 --length 32 --repeats 1 --rollout-batch-size 2 --n-samples-per-prompt 2 --spread 4"
     flags += " --max-prompt-length 16 --max-response-length 8 --max-tokens-per-micro-batch 128 --kv-cache-gb 0.1"
-    command = [sys.executable, ROOT / "tools/bench_step.py", "update", "whole", "--hf-model", folder, *flags.split()]
+    command = [sys.executable, ROOT / "tools/bench_step.py", *parts, "--hf-model", folder, *flags.split()]
     command += ["--vllm-args", "enforce_eager=true", "--output-dir", tmp_path / "out"]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if re.match(r"(update|whole) ", line)]
-    assert len(rows) == 2 and "tokens 60" in rows[0] and "tokens 20" in rows[1], done.stdout
+    rows = [line for line in done.stdout.splitlines() if re.match(rf"({'|'.join(parts)}) ", line)]
+    assert len(rows) == 2, done.stdout
+    for row, part, count in zip(rows, parts, tokens, strict=True):
+        assert row.startswith(part) and f"tokens {count}," in row, done.stdout

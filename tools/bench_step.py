@@ -3,7 +3,8 @@ r"""Times of the training step, the rollout and the whole step, each beside what
     python tools/bench_step.py update rollout bare --hf-model DIR [flags of train_ppo.py]
     python tools/bench_step.py whole trl --hf-model DIR --rollout-batch-size 64 --n-samples-per-prompt 8 ...
 
-The parts run one after the other, each in a process of its own:
+The parts run one after the other, each in a process of its own; rollout and bare at the same time where --kv-cache-gb says
+how much each may take, and then their measured runs in turn:
     update   log-probability pass and optimizer step on --sequences x --length random tokens, in model FLOP/s; under
              torchrun, alone, in the layout that the flags give: rates are then those of one process
     rollout  tokens per second of the colocated engine with log-probabilities, and again with vLLM's own ones;
@@ -21,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +46,7 @@ from megatron_rl.roles import build_policy  # noqa: E402
 from megatron_rl.step import forward_only, train_step  # noqa: E402
 
 MARK = "bench_step result: "
+TURNS, ASKS = "BENCH_STEP_TURNS", "bench_step waits for its turn\n"
 
 
 def flags(group: Any) -> None:
@@ -92,11 +95,15 @@ def measured(run: Callable[[], None], repeats: int) -> float:
     """Seconds of the fastest of the runs after the first."""
     seconds = []
     for _ in range(repeats + 1):
+        if TURNS in os.environ:
+            print(ASKS, end="", flush=True)
+            sys.stdin.readline()
         platform.synchronize()
         started = time.perf_counter()
         run()
         platform.synchronize()
         seconds.append(time.perf_counter() - started)
+        print(f"{sys.argv[1]}: {seconds[-1]:.3f} s", flush=True)
     return min(seconds[1:])
 
 
@@ -251,7 +258,8 @@ def bare(args: Any) -> dict[str, Any]:
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=args.max_prompt_length + args.max_response_length,
-        gpu_memory_utilization=0.5,
+        **({"kv_cache_memory_bytes": int(args.kv_cache_gb * 1e9)} if args.kv_cache_gb else {}),
+        gpu_memory_utilization=0.1 if args.kv_cache_gb else 0.5,  # with a given cache the least that must be free
         dtype="bfloat16",
         **args.vllm_args,
     )
@@ -323,18 +331,40 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def run_apart(part: str, argv: Sequence[str]) -> dict[str, Any]:
-    """The part's result, from a process of its own; what it prints is passed on."""
-    command = [sys.executable, __file__, part, *argv]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def spawn(part: str, argv: Sequence[str]) -> subprocess.Popen:
+    command, environment = [sys.executable, __file__, part, *argv], os.environ | {TURNS: "1"}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def follow(child: subprocess.Popen) -> dict[str, Any] | None:
+    """Passes on what it prints until it ends, with its result, or waits for its turn: None."""
     assert child.stdout is not None, "it was asked for"
     result: dict[str, Any] = {}
     for line in child.stdout:
+        if line == ASKS:
+            return None
         if line.startswith(MARK):
             result = json.loads(line.removeprefix(MARK))
         else:
             print(line, end="", flush=True)
     return result if child.wait() == 0 else {"failed": child.returncode}
+
+
+def run_together(parts: Sequence[str], argv: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The parts' results. Their processes start at the same time; measured runs take turns once all are ready."""
+    children, results = {part: spawn(part, argv) for part in parts}, {}
+    queue, ready = deque(parts), set()
+    while queue:
+        part = queue.popleft()
+        if part in ready:
+            children[part].stdin.write("\n")
+            children[part].stdin.flush()
+        ready.add(part)
+        if (result := follow(children[part])) is None:
+            queue.append(part)
+        else:
+            results[part] = result
+    return results
 
 
 def main() -> None:
@@ -350,8 +380,11 @@ def main() -> None:
         if int(os.environ.get("RANK", 0)) == 0:
             print(MARK + json.dumps(result), flush=True)
         return
-    results = {part: run_apart(part, flags_given) for part in parts}
-    for part, result in results.items():
+    together = {"rollout", "bare"} if args.kv_cache_gb and {"rollout", "bare"} <= set(parts) else set()
+    groups = [[part] for part in parts if part not in together] + ([sorted(together)] if together else [])
+    results = dict(pair for group in groups for pair in run_together(group, flags_given).items())
+    for part in parts:
+        result = results[part]
         print(
             f"{part:<8}"
             + ", ".join(f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in result.items())

@@ -1,8 +1,8 @@
 """Log-probabilities of the sampled tokens, taken on the device while vLLM samples: one buffer, copied once.
 
 vLLM's own way (logprobs=0) makes host objects for every token and waits for the device in every step, which on a GPU
-costs more than half the speed. Here each step launches one kernel that writes a column of a tensor. The request of a row
-is known by its seed, which vLLM's V2 model runner keeps on the device.
+costs more than half the speed. Here each step launches one kernel that writes a column of a tensor. The request of a
+row is known by its seed, which vLLM's V2 model runner keeps on the device.
 
 Shape suffixes: N requests of one generate call, L most tokens of a response, S rows of one engine step, V vocabulary.
 """
@@ -24,7 +24,7 @@ class LogprobCapture:
     """Stands behind the sampler's `sample` method; it records only between begin() and end()."""
 
     def __init__(self, sample: Callable[..., tuple[Tensor, Tensor]], states: Any) -> None:
-        """`sample` returns tokens and the logits they were drawn from; `states.seeds.gpu` has the seed of each slot."""
+        """`sample` returns tokens and the logits they are drawn from, `states.seeds.gpu` has each slot's seed."""
         self.sample, self._states = sample, states
         names = list(inspect.signature(sample).parameters)
         self._slot_at, self._position_at = names.index("expanded_idx_mapping"), names.index("pos")

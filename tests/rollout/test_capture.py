@@ -55,7 +55,11 @@ def compare(device: str, vocab: int) -> None:
         tokens, logits = made[step][:2]
         return logits[row].double().log_softmax(-1)[tokens[row]].item()
 
-    expected = [[of(1, 1), of(2, 2), of(3, 0)], [of(0, 0), of(1, 0), of(2, 1), of(4, 0), of(5, 0)], [of(1, 2), of(2, 0)]]
+    expected = [
+        [of(1, 1), of(2, 2), of(3, 0)],
+        [of(0, 0), of(1, 0), of(2, 1), of(4, 0), of(5, 0)],
+        [of(1, 2), of(2, 0)],
+    ]
     for values, wanted in zip(found, expected, strict=True):
         assert values == pytest.approx(wanted, abs=1e-5)
     capture.begin(SEEDS, PROMPTS, max_tokens=6)
