@@ -3,8 +3,8 @@ r"""Times of the training step, the rollout and the whole step, each beside what
     python tools/bench_step.py update rollout bare --hf-model DIR [flags of train_ppo.py]
     python tools/bench_step.py whole trl --hf-model DIR --rollout-batch-size 64 --n-samples-per-prompt 8 ...
 
-The parts run one after the other, each in a process of its own; rollout and bare at the same time where --kv-cache-gb says
-how much each may take, and then their measured runs in turn:
+The parts run one after the other, each in a process of its own; rollout and bare at the same time, their measured runs
+in turn, where --kv-cache-gb says how much each may take:
     update   log-probability pass and optimizer step on --sequences x --length random tokens, in model FLOP/s; under
              torchrun, alone, in the layout that the flags give: rates are then those of one process
     rollout  tokens per second of the colocated engine with log-probabilities, and again with vLLM's own ones;

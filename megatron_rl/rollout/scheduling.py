@@ -1,8 +1,8 @@
 """vLLM's scheduler without the walk through its block tables for tokens that change nothing in them.
 
-In every step the scheduler calls, in Python, allocate_slots() and cache_blocks() for every running request. Only a token
-that opens or fills a KV block changes anything there, one in sixteen. With hundreds of short requests the device waits
-for this walk: it is a third of the host's work of a step.
+In every step the scheduler calls, in Python, allocate_slots() and cache_blocks() for every running request. Only a
+token that opens or fills a KV block changes anything there, one in sixteen. With hundreds of short requests the device
+waits for this walk, which is a third of the scheduling's time.
 """
 
 from typing import TYPE_CHECKING, Any

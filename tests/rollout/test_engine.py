@@ -150,7 +150,7 @@ def test_bad_requests_are_named(single: dict[str, dict[str, Any]]) -> None:
 
 
 def test_prompts_beyond_one_step(single: dict[str, dict[str, Any]]) -> None:
-    """More prompt tokens than vLLM takes at once are answered: none of the prompts is cut (vLLM's CPU sampler fails)."""
+    """More prompt tokens than vLLM takes at once: no prompt is cut, at which vLLM's CPU sampler would fail."""
     for name, of_model in single.items():
         assert len(of_model["faults"]["many"]) == 40 and all(of_model["faults"]["many"]), name
 

@@ -1,4 +1,4 @@
-"""The shortened walk of vLLM's scheduler against the whole one: a real engine, shared prompts, too few blocks for all."""
+"""The shortened walk of vLLM's scheduler against the whole one: a real engine, shared prompts, too few blocks."""
 
 import sys
 from pathlib import Path
