@@ -31,7 +31,7 @@ ranks() { # number, name of the log, command: its last lines, and how it ended
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$count" "$@" >"$log" 2>&1
   status=$?
   echo "== $(basename "$log" .log): exit status $status"
-  grep -E "^(ours|whole|Needed|Sending|  after|bench_step result|\[(sync|rollout|logprobs|critic|policy|step)\])|[a-z_]+\.py: |error: " "$log"
+  grep -E "^(ours|whole|Needed|Sending|  after|measured result|\[(sync|rollout|logprobs|critic|policy|step)\])|[a-z_]+\.py: |error: " "$log"
 }
 
 for layout in $SYNCS; do

@@ -19,10 +19,8 @@ recomputation adds does not count. Without a GPU everything runs too, for a look
 
 import json
 import os
-import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,9 +42,7 @@ from megatron_rl.models.config import HFConfig, read_hf_config  # noqa: E402
 from megatron_rl.objectives import minibatches  # noqa: E402
 from megatron_rl.roles import build_policy  # noqa: E402
 from megatron_rl.step import forward_only, train_step  # noqa: E402
-
-MARK = "bench_step result: "
-TURNS, ASKS = "BENCH_STEP_TURNS", "bench_step waits for its turn\n"
+from tools.turns import give, run_together, wait_for_turn  # noqa: E402
 
 
 def flags(group: Any) -> None:
@@ -95,9 +91,7 @@ def measured(run: Callable[[], None], repeats: int) -> float:
     """Seconds of the fastest of the runs after the first."""
     seconds = []
     for _ in range(repeats + 1):
-        if TURNS in os.environ:
-            print(ASKS, end="", flush=True)
-            sys.stdin.readline()
+        wait_for_turn()
         platform.synchronize()
         started = time.perf_counter()
         run()
@@ -331,42 +325,6 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def spawn(part: str, argv: Sequence[str]) -> subprocess.Popen:
-    command, environment = [sys.executable, __file__, part, *argv], os.environ | {TURNS: "1"}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def follow(child: subprocess.Popen) -> dict[str, Any] | None:
-    """Passes on what it prints until it ends, with its result, or waits for its turn: None."""
-    assert child.stdout is not None, "it was asked for"
-    result: dict[str, Any] = {}
-    for line in child.stdout:
-        if line == ASKS:
-            return None
-        if line.startswith(MARK):
-            result = json.loads(line.removeprefix(MARK))
-        else:
-            print(line, end="", flush=True)
-    return result if child.wait() == 0 else {"failed": child.returncode}
-
-
-def run_together(parts: Sequence[str], argv: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The parts' results. Their processes start at the same time; measured runs take turns once all are ready."""
-    children, results = {part: spawn(part, argv) for part in parts}, {}
-    queue, ready = deque(parts), set()
-    while queue:
-        part = queue.popleft()
-        if part in ready:
-            children[part].stdin.write("\n")
-            children[part].stdin.flush()
-        ready.add(part)
-        if (result := follow(children[part])) is None:
-            queue.append(part)
-        else:
-            results[part] = result
-    return results
-
-
 def main() -> None:
     argv = sys.argv[1:]
     parts = list(takewhile(lambda word: not word.startswith("-"), argv))
@@ -378,11 +336,13 @@ def main() -> None:
     if len(parts) == 1:
         result = PARTS[parts[0]](args)
         if int(os.environ.get("RANK", 0)) == 0:
-            print(MARK + json.dumps(result), flush=True)
+            give(result)
         return
     together = {"rollout", "bare"} if args.kv_cache_gb and {"rollout", "bare"} <= set(parts) else set()
     groups = [[part] for part in parts if part not in together] + ([sorted(together)] if together else [])
-    results = dict(pair for group in groups for pair in run_together(group, flags_given).items())
+    program, results = [sys.executable, __file__], {}
+    for group in groups:
+        results |= run_together(program, group, flags_given)
     for part in parts:
         result = results[part]
         print(
