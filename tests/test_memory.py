@@ -167,6 +167,22 @@ def test_what_does_not_fit_names_flags_that_make_it_fit(tmp_path: Path, capsys: 
         assert peak and f"{float(peak[1]):.1f}" in way
 
 
+def test_rollout_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """A KV cache too large: the largest that fits is named and accepted, and so is each other way."""
+    flags = ["--hf-model", str(written(tmp_path, "qwen2.5-1.5b")), "--train-data", "x", "--world-size", "1"]
+    flags += "--reward length --max-tokens-per-micro-batch 2048 --kl-coef 0.01 --advantage-estimator grpo".split()
+    with pytest.raises(ValueError, match="rollout needs .* 95% of 48.0 GB .* change any of") as error:
+        estimate_memory.main(["--gpu-memory-gb", "48", "ppo", *flags, "--kv-cache-gb", "12"])
+    ways = str(error.value).split("change any of: ")[1].split(", ")
+    assert [way.split()[0] for way in ways[:3]] == ["--kv-cache-gb", "--offload-optimizer", "--offload-reference"]
+    for way in ways[:3]:
+        changed = re.sub(r" \(.*", "", way).split()
+        estimate_memory.main(["--gpu-memory-gb", "48", "ppo", *flags, "--kv-cache-gb", "12", *changed])
+        peak = re.search(r"peak: .*, ([0-9.]+) GB", capsys.readouterr().out)
+        assert peak and f"({float(peak[1]):.1f} GB)" in way
+    assert float(ways[0].split()[2].strip("(")) > 0.95 * 48 - 0.2
+
+
 def test_offloading_is_named_where_it_helps(tmp_path: Path):
     """Policy and critic of 1.5 B and an engine on 64 GB: with the idle one's state on the host they fit."""
     folder = written(tmp_path, "qwen2.5-1.5b")

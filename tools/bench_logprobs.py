@@ -19,6 +19,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl import platform  # noqa: E402
+from megatron_rl.flag_types import amount, count  # noqa: E402
 from megatron_rl.logprobs import LogprobOptions, VocabShard, chunked_logprobs  # noqa: E402
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TH, weight_VH, labels_T) -> something of every token
@@ -91,12 +92,12 @@ def differences(ours: Way, theirs: Way, inputs: tuple[Tensor, Tensor, Tensor]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens whose log-probabilities are asked")
-    parser.add_argument("--vocab", type=int, default=151936, help="rows of the output weight")
-    parser.add_argument("--hidden", type=int, default=1536, help="its columns")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="sizes to try")
-    parser.add_argument("--repeats", type=int, default=3, help="measured runs, after one that is not")
+    parser.add_argument("--tokens", type=count, default=16384, help="tokens whose log-probabilities are asked")
+    parser.add_argument("--vocab", type=count, default=151936, help="rows of the output weight")
+    parser.add_argument("--hidden", type=count, default=1536, help="its columns")
+    parser.add_argument("--temperature", type=amount, default=1.0)
+    parser.add_argument("--chunk-tokens", type=count, nargs="+", default=[512, 1024, 2048, 4096], help="sizes to try")
+    parser.add_argument("--repeats", type=count, default=3, help="measured runs, after one that is not")
     args = parser.parse_args()
     device, dtype = platform.device_type(), torch.bfloat16
     drawn = torch.Generator(device).manual_seed(0)

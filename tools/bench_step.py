@@ -36,6 +36,7 @@ from megatron_rl import builders, platform  # noqa: E402
 from megatron_rl.arguments import layout_sizes, parse  # noqa: E402
 from megatron_rl.batch import Batch, Prompt, Response, Sample, batch_of  # noqa: E402
 from megatron_rl.data.packing import plan_micro_batches  # noqa: E402
+from megatron_rl.failure import ending_together  # noqa: E402
 from megatron_rl.flags import PPO, count  # noqa: E402
 from megatron_rl.initialize import initialize  # noqa: E402
 from megatron_rl.models.config import HFConfig, read_hf_config  # noqa: E402
@@ -353,4 +354,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_together():
+        main()

@@ -201,6 +201,27 @@ def _trained(setup: Setup, **changes: object) -> Setup:
     return replace(setup, training=replace(setup.training, **changes))
 
 
+def _of_rollout(setup: Setup, rollout: Rollout, device: int) -> list[tuple[str, Setup]]:
+    """A smaller KV cache, and what can wait on the host for its own work."""
+    found = []
+    if rollout.kv_cache is not None:
+        others = worst_stage(replace(setup, rollout=replace(rollout, kv_cache=0)), device).phases[0].on_device
+        room = max(0, int(FULL * device) - others) // 10**8 * 10**8  # of 0.1 GB
+        one = kv_bytes_of_sequence(setup.roles[0].hf, rollout.tp, rollout.sequence_tokens, rollout.element)
+        if one <= room < rollout.kv_cache:
+            smaller = replace(setup, rollout=replace(rollout, kv_cache=room))
+            found.append((f"--kv-cache-gb {room / 1e9:.1f}", smaller))
+    found.append(("--offload-optimizer --offload-gradients", _offloaded(setup, optimizer=True, gradients=True)))
+    for flag, idle in (("--offload-critic", lambda role: role.name == "critic"), ("--offload-reference", _frozen)):
+        roles = [replace(r, offload=replace(r.offload, weights=True)) if idle(r) else r for r in setup.roles]
+        found.append((flag, replace(setup, roles=roles)))
+    return found
+
+
+def _frozen(role: RoleSizes) -> bool:
+    return not role.trains
+
+
 def remedies(setup: Setup, device: int, longest: int) -> list[str]:
     """Flags that alone make the run fit, and the peak with each; `longest`: tokens that a micro-batch must hold."""
     training, found = setup.training, []
@@ -211,8 +232,7 @@ def remedies(setup: Setup, device: int, longest: int) -> list[str]:
         tokens //= 2
     changes.append(("--recompute-granularity full", _trained(setup, recompute=Recompute("full"))))
     if setup.rollout is not None:
-        away = _offloaded(setup, optimizer=True, gradients=True)
-        changes.append(("--offload-optimizer --offload-gradients", away))
+        changes += _of_rollout(setup, setup.rollout, device)
     if not training.distributed_optimizer:
         changes.append(("--use-distributed-optimizer", _trained(setup, distributed_optimizer=True)))
     for factor in (2, 4, 8):
@@ -243,9 +263,13 @@ def check_fits(setup: Setup, device: int, longest: int) -> Estimate:
     if peak.on_device <= FULL * device:
         return found
     ways = remedies(setup, device, longest)
-    change = "any of: " + ", ".join(ways) if ways else "several of --max-tokens-per-micro-batch, --recompute-"
+    change = "any of: " + ", ".join(ways)
     if not ways:
-        change += "granularity full, --offload-optimizer, and more ranks with --tensor-model-parallel-size"
+        cache = "--kv-cache-gb, " if setup.rollout and setup.rollout.kv_cache else ""
+        change = (
+            f"several of {cache}--max-tokens-per-micro-batch, --recompute-granularity full, --offload-optimizer, and "
+        )
+        change += "more ranks with --tensor-model-parallel-size"
     raise ValueError(
         f"{peak.name} needs {peak.on_device / 1e9:.1f} GB on a rank of stage {found.stage}, {FULL:.0%} of "
         f"{device / 1e9:.1f} GB are usable; change {change}"
