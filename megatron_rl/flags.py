@@ -94,7 +94,8 @@ def _run(group: Group) -> None:
     switch(group, "--progress", True, "progress bars inside long stages (rank 0)")
     switch(group, "--verbose", False, "let megatron-core and vLLM log what they like")
     switch(group, "--save-hf", True, "write the trained model as an HF folder at the end of the run")
-    add("--dry-run", action="store_true", help="parse, validate, print layout and batch arithmetic, and exit")
+    add("--dry-run", action="store_true",
+        help="validate, print layout, memory and batch arithmetic, and exit; data, tokenizer and --load are not read")
 
 
 def _checkpoints(group: Group) -> None:

@@ -1,4 +1,4 @@
-"""The tools that make what the CPU recipes need: a reward model of preference pairs, and reasoning-gym's prompts."""
+"""The tools that make what recipes and measurements need: a reward model, reasoning-gym's prompts, a random model."""
 
 import json
 import sys
@@ -57,3 +57,27 @@ def test_reasoning_gym_rows_carry_their_verifier():
     for wrong in ("chain_sums", "chain_sum:min_term=2", "chain_sum:min_terms=0"):
         with pytest.raises(ValueError, match=wrong):
             list(rows_of(wrong, 1, 1))
+
+
+def test_random_model(tmp_path: Path):
+    """transformers loads the folder with the sizes asked for; what cannot be is one line, and nothing is written."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    given = [f"{key}={value}" for key, value in (sizes | {"vocab_size": 512}).items()]
+
+    def run(name: str, *more: object) -> launch.Result:
+        tool = launch.ROOT / "tools/random_model.py"
+        return launch.run(sys.executable, tool, "qwen2.5-0.5b", "--out", tmp_path / name, *given, *more)
+
+    for wrong, says in (
+        (["layers=4"], "layers=4 is no key=value"),
+        (["num_attention_heads=5"], "not a multiple of num_attention_heads 5"),
+        (["--tokenizer", tmp_path / "none"], "none has no tokenizer files"),
+    ):
+        done = run("wrong", *wrong)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+        assert not list(tmp_path.iterdir())
+    launch.check(run("model"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert {key: getattr(model.config, key) for key in sizes} == sizes

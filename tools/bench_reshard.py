@@ -31,6 +31,7 @@ from megatron_rl.arguments import layout_sizes, parse  # noqa: E402
 from megatron_rl.batch import Batch, MicroBatch, Prompt, batch_of  # noqa: E402
 from megatron_rl.builders import build_engine, packing_options  # noqa: E402
 from megatron_rl.data.packing import plan_micro_batches  # noqa: E402
+from megatron_rl.failure import ending_together  # noqa: E402
 from megatron_rl.flags import PPO, count, count0  # noqa: E402
 from megatron_rl.initialize import Topology, initialize  # noqa: E402
 from megatron_rl.logprobs import LogprobOptions  # noqa: E402
@@ -371,7 +372,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_together():
         main()
-    except ValueError as error:
-        sys.exit(f"bench_reshard.py: {error}")

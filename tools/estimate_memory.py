@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_rl.arguments import layout_sizes, parse, world_size  # noqa: E402
+from megatron_rl.failure import ending_together  # noqa: E402
 from megatron_rl.flag_types import amount  # noqa: E402
 from megatron_rl.flags import DPO, PPO  # noqa: E402
 from megatron_rl.memory.estimate import check_fits  # noqa: E402
@@ -44,7 +45,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_together():
         main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")

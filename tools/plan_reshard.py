@@ -18,6 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_rl.failure import ending_together  # noqa: E402
 from megatron_rl.flag_types import amount  # noqa: E402
 from megatron_rl.models.config import dims, read_hf_config  # noqa: E402
 from megatron_rl.weights.arch import Dims  # noqa: E402
@@ -138,7 +139,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_together():
         main()
-    except ValueError as error:
-        sys.exit(f"plan_reshard.py: {error}")

@@ -1,14 +1,16 @@
 """Writes an HF folder of a known size with random weights, for measuring without a download.
 
-    python tools/random_model.py qwen2.5-1.5b --out /tmp/qwen1.5b [--tokenizer DIR] [layers=4 ...]
+    python tools/random_model.py qwen2.5-1.5b --out /tmp/qwen1.5b [--tokenizer DIR] [num_hidden_layers=4 ...]
 
 Matrices are normal with deviation 0.02, norms are 1 and biases 0, in bfloat16.
 """
 
 import argparse
 import json
+import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -16,10 +18,12 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.failure import ending_together
 from megatron_rl.models.config import read_hf_config
 from megatron_rl.weights.hf_io import HFWriter, export_shapes
 from megatron_rl.weights.target import check_replaceable
 
+TOKENIZER_FILE = re.compile("token|chat_template|vocab|merges")
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -50,6 +54,14 @@ SHAPES = {
 }
 
 
+def override(item: str) -> tuple[str, object]:
+    """Of key=value; ValueError for another key than those of the shapes, which would change nothing."""
+    key, _, value = item.partition("=")
+    if key not in SHAPES["qwen2.5-0.5b"]:
+        raise ValueError(f"{item} is no key=value with one of the keys {', '.join(SHAPES['qwen2.5-0.5b'])}")
+    return key, yaml.safe_load(value)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES, help="sizes of which published model")
@@ -58,11 +70,14 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=None, help="folder whose tokenizer files are copied along")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_intermixed_args()
-    config = SHAPES[args.shape] | {k: yaml.safe_load(v) for k, v in (item.split("=", 1) for item in args.overrides)}
+    config = SHAPES[args.shape] | dict(map(override, args.overrides))
+    copied = [path for path in args.tokenizer.glob("*") if TOKENIZER_FILE.search(path.name)] if args.tokenizer else []
+    if args.tokenizer and not copied:
+        raise ValueError(f"--tokenizer {args.tokenizer} has no tokenizer files")
     check_replaceable(args.out)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "config.json").write_text(json.dumps(config, indent=2))
-    hf = read_hf_config(args.out)
+    with tempfile.TemporaryDirectory() as checked:
+        (Path(checked) / "config.json").write_text(json.dumps(config))
+        hf = read_hf_config(checked)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(args.seed)
     with HFWriter(args.out, export_shapes(hf, "lm"), torch.bfloat16) as writer:
@@ -73,14 +88,11 @@ def main() -> None:
             else:
                 writer.write(name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.bfloat16))
         (writer.partial / "config.json").write_text(json.dumps(config, indent=2))
-        for path in args.tokenizer.glob("*") if args.tokenizer else []:
-            if "token" in path.name or "chat_template" in path.name:
-                shutil.copyfile(path, writer.partial / path.name)
+        for path in copied:
+            shutil.copyfile(path, writer.partial / path.name)
     print(f"wrote {args.out}: {sum(torch.Size(s).numel() for s in export_shapes(hf, 'lm').values()) / 1e9:.2f} B")
 
 
 if __name__ == "__main__":
-    try:
+    with ending_together():
         main()
-    except ValueError as error:
-        sys.exit(f"random_model.py: {error}")

@@ -40,25 +40,25 @@ def rows_of(task: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="+", metavar="TASK", help="NAME or NAME:key=value,... of reasoning-gym")
     parser.add_argument("--rows", type=int, default=200, help="of each task (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="file to write; an older one is replaced")
     args = parser.parse_args()
-    try:
-        lines = [json.dumps(row) + "\n" for task in args.tasks for row in rows_of(task, args.rows, args.seed)]
-    except ValueError as error:
-        print(f"reasoning_gym_data: {error}", file=sys.stderr)
-        return 1
+    if args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a folder")
+    lines = [json.dumps(row) + "\n" for task in args.tasks for row in rows_of(task, args.rows, args.seed)]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     partial = args.out.with_name(f".{args.out.name}.{os.getpid()}")
     partial.write_text("".join(lines), encoding="utf-8")
     partial.rename(args.out)
     print(f"{args.out}: {len(lines)} rows of {', '.join(args.tasks)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

