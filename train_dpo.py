@@ -44,6 +44,7 @@ class Reference:
 def train(args: argparse.Namespace) -> None:
     hf = read_hf_config(args.hf_model)
     validate_dpo(args, hf)
+    builders.check_end_tokens(args, hf)
     if args.dry_run:
         return print(report.describe_preference(args, hf))
     tokenizer = load_tokenizer(args.hf_model)

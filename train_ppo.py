@@ -39,6 +39,7 @@ from megatron_rl.step import StepReport, forward_only, train_step
 def train(args: argparse.Namespace) -> None:
     hf = read_hf_config(args.hf_model)
     validate_ppo(args, hf)
+    builders.check_end_tokens(args, hf)
     if args.dry_run:
         return print(report.describe(args, hf))
     tokenizer = load_tokenizer(args.hf_model)

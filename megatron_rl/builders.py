@@ -88,14 +88,21 @@ def prompt_options(args: argparse.Namespace) -> PromptOptions:
     )
 
 
+def check_end_tokens(args: argparse.Namespace, hf: HFConfig) -> None:
+    """ValueError where an end-of-sequence token that the folder names is beyond the vocabulary."""
+    if ends := [token for token in eos_token_ids(args.hf_model) if not 0 <= token < hf.vocab]:
+        raise ValueError(
+            f"--hf-model {args.hf_model}: config.json gives a vocabulary of {hf.vocab}, but eos_token_id {ends[0]} is "
+            "outside of it"
+        )
+
+
 def check_tokens(args: argparse.Namespace, hf: HFConfig, sequences: Iterable[Sequence[int]]) -> None:
-    """ValueError where the tokenizer or the end-of-sequence tokens of --hf-model go beyond its vocabulary.
+    """ValueError where the tokenizer of --hf-model goes beyond its vocabulary.
 
     Split over TP, an embedding takes such a token for one of another rank: numbers would be wrong without a word.
     """
     named = f"--hf-model {args.hf_model}: config.json gives a vocabulary of {hf.vocab}, but"
-    if ends := [token for token in eos_token_ids(args.hf_model) if not 0 <= token < hf.vocab]:
-        raise ValueError(f"{named} eos_token_id {ends[0]} is outside of it")
     if (highest := max(max(ids, default=0) for ids in sequences)) >= hf.vocab:
         raise ValueError(f"{named} its tokenizer makes token {highest} of the data: the two are not of one model")
 

@@ -25,10 +25,12 @@ def switch(group: Group, flag: str, default: bool, text: str) -> None:
     group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
 
 
-def _positive(kind: type, text: str, zero: bool = False) -> Any:
+def _positive(kind: type, text: str, zero: bool = False, infinite: bool = False) -> Any:
     value = kind(text)
     if value < 0 or (value == 0 and not zero) or value != value:
         raise argparse.ArgumentTypeError(f"{text} is not {'at least' if zero else 'above'} 0")
+    if value == float("inf") and not infinite:
+        raise argparse.ArgumentTypeError(f"{text} is not finite")
     return value
 
 
@@ -50,6 +52,11 @@ def amount(text: str) -> float:
 def amount0(text: str) -> float:
     """A number of at least 0."""
     return _positive(float, text, zero=True)
+
+
+def bound(text: str) -> float:
+    """A number above 0; inf bounds nothing."""
+    return _positive(float, text, infinite=True)
 
 
 def top_k(text: str) -> int:

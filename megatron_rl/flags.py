@@ -7,7 +7,7 @@ A table: two lines a flag, so the formatter leaves it alone.
 import argparse
 
 from megatron_rl import flag_types
-from megatron_rl.flag_types import Group, KeyValues, amount, amount0, count, count0, fraction, switch
+from megatron_rl.flag_types import Group, KeyValues, amount, amount0, bound, count, count0, fraction, switch
 
 
 def _model(group: Group) -> None:
@@ -222,10 +222,10 @@ def _algorithm(group: Group) -> None:
     add("--clip-low", type=amount, default=0.2,
         help="the ratio is clipped below 1 - this: per token for ppo and cispo (whose paper leaves it open: 1), "
              "per response for gspo (paper: 3e-4); for gmpo log-ratios are clipped below -this (paper: 0.4)")
-    add("--clip-high", type=amount, default=0.2,
+    add("--clip-high", type=bound, default=0.2,
         help="the ratio is clipped above 1 + this, likewise (dapo: 0.28, gspo: 4e-4); for gmpo log-ratios above this "
              "(paper: 0.4); reinforce clips nothing")
-    add("--dual-clip", type=amount, default=None, metavar="C",
+    add("--dual-clip", type=bound, default=None, metavar="C",
         help="of ppo: bound the loss of negative advantages by C times the advantage, C above 1; default: off")
     add("--loss-aggregation", default="token-mean", choices=list(AGGREGATIONS),
         help="what one optimizer step averages over; the papers of grpo, gspo and gmpo take seq-mean-token-mean, that "
@@ -245,7 +245,7 @@ def _algorithm(group: Group) -> None:
         "optimizer step a rollout, the update's own ones (the ratio is 1); the last two save the pass")
     add("--rollout-correction", default="none", choices=list(IMPORTANCE_LEVELS),
         help="importance weights of trainer over engine probabilities on the policy loss, per token or per response")
-    add("--rollout-correction-threshold", type=amount, default=2.0, metavar="C",
+    add("--rollout-correction-threshold", type=bound, default=2.0, metavar="C",
         help="those weights are truncated to at most this")
     switch(group, "--rollout-correction-normalize", False,
         "divide them by their mean over the rollout batch")
@@ -283,7 +283,7 @@ def _critic(group: Group) -> None:
     add("--critic-lr", type=amount0, default=None, help="peak learning rate of the critic; default: --lr")
     add("--critic-warmup-iters", type=count0, default=0, metavar="N",
         help="first steps in which only the critic learns")
-    add("--value-clip", type=amount, default=0.2, help="new values are clipped to old ones +- this")
+    add("--value-clip", type=bound, default=0.2, help="new values are clipped to old ones +- this")
 
 
 def _memory(group: Group) -> None:

@@ -55,6 +55,7 @@ def refused(capsys: pytest.CaptureFixture, *argv: object) -> str:
         (["--rollout-batch-size", 0], ["--rollout-batch-size", "0 is not above 0"]),
         (["--gamma", 1.5], ["--gamma", "1.5 is not between 0 and 1"]),
         (["--temperature", -1], ["--temperature", "-1"]),
+        (["--kv-cache-gb", "1e400"], ["--kv-cache-gb", "1e400 is not finite"]),
         (["--vllm-args", "enforce_eager"], ["--vllm-args wants key=value", "'enforce_eager'"]),
         (["--roll", 4], ["unknown: --roll"]),  # no abbreviations: a later flag may make them mean another
         (["--seed", 1, "stray"], ["unknown: stray"]),

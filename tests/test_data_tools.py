@@ -81,3 +81,4 @@ def test_random_model(tmp_path: Path):
     launch.check(run("model"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert {key: getattr(model.config, key) for key in sizes} == sizes
+    assert model.config.eos_token_id == 511  # the shape's own, 151645, is beyond this vocabulary

@@ -170,7 +170,8 @@ def test_what_does_not_fit_names_flags_that_make_it_fit(tmp_path: Path, capsys: 
 def test_rollout_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture):
     """A KV cache too large: the largest that fits is named and accepted, and so is each other way."""
     flags = ["--hf-model", str(written(tmp_path, "qwen2.5-1.5b")), "--train-data", "x", "--world-size", "1"]
-    flags += "--reward length --max-tokens-per-micro-batch 2048 --kl-coef 0.01 --advantage-estimator grpo".split()
+    flags += "--reward length --max-tokens-per-micro-batch 2048 --kl-coef 0.01 --advantage-estimator rloo".split()
+    flags += "--rollout-batch-size 16 --n-samples-per-prompt 2".split()
     with pytest.raises(ValueError, match="rollout needs .* 95% of 48.0 GB .* change any of") as error:
         estimate_memory.main(["--gpu-memory-gb", "48", "ppo", *flags, "--kv-cache-gb", "12"])
     ways = str(error.value).split("change any of: ")[1].split(", ")
@@ -181,6 +182,17 @@ def test_rollout_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
         peak = re.search(r"peak: .*, ([0-9.]+) GB", capsys.readouterr().out)
         assert peak and f"({float(peak[1]):.1f} GB)" in way
     assert float(ways[0].split()[2].strip("(")) > 0.95 * 48 - 0.2
+
+
+def test_the_tool_refuses_and_warns_as_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Flags that train_ppo.py refuses are refused, those that nothing reads are named; only config.json is there."""
+    flags = ["ppo", "--hf-model", str(written(tmp_path, "qwen2.5-1.5b")), "--train-data", "x", "--world-size", "1"]
+    flags += f"{PPO_RUN} --output-dir {tmp_path}/config.json/no --save {tmp_path}/config.json/no".split()
+    with pytest.raises(ValueError, match="320 tokens do not fit --max-tokens-per-micro-batch 10"):
+        estimate_memory.main(["--gpu-memory-gb", "141", *flags, "--max-tokens-per-micro-batch", "10"])
+    estimate_memory.main(["--gpu-memory-gb", "141", *flags, "--lr-decay-iters", "9", "--micro-batch-size", "3"])
+    out = capsys.readouterr().out
+    assert "960 tokens a micro-batch" in out and "warning: nothing reads --lr-decay-iters" in out
 
 
 def test_offloading_is_named_where_it_helps(tmp_path: Path):

@@ -164,6 +164,14 @@ def test_pure_modules_need_neither_megatron_nor_vllm():
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("script", ["train_ppo", "train_dpo", "tools.estimate_memory", "tools.plan_reshard"])
+def test_bad_input_is_met_before_megatron_and_vllm_are_loaded(script: str):
+    """Their imports take longer than all checks of flags and data together."""
+    code = f"import sys, {script}\nprint([m for m in ('megatron', 'vllm', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stdout + done.stderr
+
+
 def test_only_platform_asks_for_cuda():
     """`torch.cuda.is_available` is called in platform.py alone: the rest of the package asks platform."""
     asking = [p.name for p in python_files("megatron_rl") if "cuda.is_available" in p.read_text(encoding="utf-8")]

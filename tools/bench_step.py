@@ -1,4 +1,4 @@
-r"""Times of the training step, the rollout and the whole step, each beside what it is compared with; prints one table.
+r"""Times of training step, rollout and whole step, each beside what it is compared with; several print one table.
 
     python tools/bench_step.py update rollout bare --hf-model DIR [flags of train_ppo.py]
     python tools/bench_step.py whole trl --hf-model DIR --rollout-batch-size 64 --n-samples-per-prompt 8 ...

@@ -48,8 +48,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--hf-model", required=True, help="folder with the model's config.json")
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"), ("ep", "expert")):
-        parser.add_argument(f"--train-{name}", type=_positive, default=1, help=f"{what}-parallel size of training")
+    for name, what in (("tp", "tensor-model"), ("pp", "pipeline-model"), ("dp", "data"), ("ep", "expert-model")):
+        names = f"--train-{name}", f"--{what}-parallel-size"  # the second is that of train_ppo.py
+        parser.add_argument(*names, type=_positive, default=1, help=f"{what}-parallel size of training")
     parser.add_argument("--train-vpp", type=_positive, default=1, help="model chunks of a pipeline stage")
     parser.add_argument("--rollout-tp", type=_positive, default=1, help="tensor-parallel size of a vLLM replica")
     parser.add_argument("--rollout-weights", choices=("alias", "copy"), default="alias", help="as in train_ppo.py")

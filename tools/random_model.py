@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_intermixed_args()
     config = SHAPES[args.shape] | dict(map(override, args.overrides))
+    for key in ("bos_token_id", "eos_token_id"):  # of a smaller vocabulary the last token ends a text
+        config[key] = min(config[key], config["vocab_size"] - 1)
     copied = [path for path in args.tokenizer.glob("*") if TOKENIZER_FILE.search(path.name)] if args.tokenizer else []
     if args.tokenizer and not copied:
         raise ValueError(f"--tokenizer {args.tokenizer} has no tokenizer files")
@@ -90,7 +92,8 @@ def main() -> None:
         (writer.partial / "config.json").write_text(json.dumps(config, indent=2))
         for path in copied:
             shutil.copyfile(path, writer.partial / path.name)
-    print(f"wrote {args.out}: {sum(torch.Size(s).numel() for s in export_shapes(hf, 'lm').values()) / 1e9:.2f} B")
+    count = sum(torch.Size(shape).numel() for shape in export_shapes(hf, "lm").values())
+    print(f"wrote {args.out}: {count:,} parameters")
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ from megatron_rl.weights.plan import Reshard, default_placement
 from megatron_rl.weights.vllm_like import vllm_like_blocks
 
 
-def _training(args: argparse.Namespace, tokens_of_step: int) -> Training:
-    """`tokens_of_step`: of one optimizer step over all ranks, at most."""
+def _training(args: argparse.Namespace, units: int, longest: int) -> Training:
+    """`units`: sequences, or pairs of them, of one optimizer step over all ranks; `longest`: tokens of one at most."""
     sizes = layout_sizes(args)
     dp = world_size(args) // (sizes.tp * sizes.pp)
+    mine = -(-units // dp)
+    tokens = min(args.max_tokens_per_micro_batch, longest * min(mine, args.micro_batch_size or mine))
     return Training(
         sizes=sizes,
         dp=dp,
@@ -39,8 +41,8 @@ def _training(args: argparse.Namespace, tokens_of_step: int) -> Training:
         bf16=args.bf16,
         fp32_residual=args.fp32_residual_connection,
         distributed_optimizer=args.use_distributed_optimizer,
-        tokens=min(args.max_tokens_per_micro_batch, -(-tokens_of_step // dp)),
-        micro_batches=max(1, -(-tokens_of_step // (dp * args.max_tokens_per_micro_batch))),
+        tokens=tokens,
+        micro_batches=-(-mine * longest // tokens),
         chunk_tokens=args.logprob_chunk_tokens,
         recompute=Recompute(
             args.recompute_granularity,
@@ -56,7 +58,7 @@ def ppo_setup(args: argparse.Namespace, hf: HFConfig) -> Setup:
     """The roles of train_ppo.py and its engine. Reward models of --reward-config are not counted."""
     sequence = args.max_prompt_length + args.max_response_length
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    training = _training(args, (args.global_batch_size or samples) * sequence)
+    training = _training(args, args.global_batch_size or samples, sequence)
     roles = [RoleSizes("policy", hf, offload=OffloadOptions(False, args.offload_gradients, args.offload_optimizer))]
     if args.advantage_estimator in NEEDS_CRITIC:
         critic = _config(args.critic_hf_model, hf)
@@ -87,7 +89,7 @@ def ppo_setup(args: argparse.Namespace, hf: HFConfig) -> Setup:
 
 def dpo_setup(args: argparse.Namespace, hf: HFConfig) -> Setup:
     """The roles of train_dpo.py; a reference that computes beforehand is gone when the policy comes."""
-    training = _training(args, 2 * (args.global_batch_size or 32) * args.max_length)
+    training = _training(args, args.global_batch_size or 32, 2 * args.max_length)
     roles = [RoleSizes("policy", hf)]
     if args.reference == "each-step" and not (args.reference_free or args.dpo_loss in NO_REFERENCE):
         roles.append(RoleSizes("reference", _config(args.reference_hf_model, hf), "lm", False))

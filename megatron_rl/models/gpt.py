@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_rl import platform
@@ -21,6 +20,7 @@ from megatron_rl.weights.layouts import padded_vocab
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
 
 Role = Literal["lm", "value"]
@@ -54,7 +54,7 @@ def build_model(hf: HFConfig, topology: Topology, options: ModelOptions, role: R
 
 
 def _build_chunk(
-    hf: HFConfig, config: TransformerConfig, block: Any, topology: Topology, role: Role, index: int
+    hf: HFConfig, config: "TransformerConfig", block: Any, topology: Topology, role: Role, index: int
 ) -> "GPTModel":
     from megatron.core.models.gpt import GPTModel
 
@@ -84,7 +84,7 @@ def _build_chunk(
     return chunk
 
 
-def _layer_spec(config: TransformerConfig) -> tuple["ModuleSpec", type]:
+def _layer_spec(config: "TransformerConfig") -> tuple["ModuleSpec", type]:
     """(layer, final norm): megatron-core's layer with our attention, and our norm unless transformer-engine has it."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 

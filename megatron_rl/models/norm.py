@@ -3,14 +3,16 @@
 Shape suffix: H hidden size; leading dimensions are free.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_rl import platform
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -55,7 +57,7 @@ class _RMSNorm(torch.autograd.Function):
 class RMSNorm(torch.nn.Module):
     """Unlike megatron-core's wrapper of torch's, it may be used with sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         device = torch.device("cpu") if platform.device_type() == "cpu" else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
