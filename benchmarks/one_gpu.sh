@@ -3,13 +3,18 @@
 #
 #     bash benchmarks/one_gpu.sh /tmp/one [part ...]
 #
-# Parts, by default all, with the minutes that they take on an H200: step (2), logprobs (1), rollout (4), memory (5),
-# estimate (1), trl (7), spread (5), hf (2). One log a part and command in OUT; what was measured is printed. step wants
-# transformer-engine for its first half, trl and spread want trl 1.16. SMALL=1: a tiny model, for a look without a GPU.
+# Parts, by default all: step logprobs rollout memory estimate trl spread hf. One log a command in OUT; what was measured
+# is printed; the exit status is 1 where a command failed. Half of step wants transformer-engine, trl and spread want trl
+# 1.16. SMALL=1: a tiny model, for a look without a GPU, where those fail.
 set -uo pipefail
-OUT=$1
+ALL="step logprobs rollout memory estimate trl spread hf"
+: "${1:?"usage: one_gpu.sh OUT [part ...], parts: $ALL"}"
+OUT=$(realpath -m "$1")
 shift
-PARTS=${*:-step logprobs rollout memory estimate trl spread hf}
+PARTS=${*:-$ALL}
+for part in $PARTS; do
+  [[ " $ALL " == *" $part "* ]] || { echo "one_gpu.sh: $part is no part of: $ALL" >&2; exit 2; }
+done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$OUT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -29,6 +34,7 @@ if [[ ${SMALL:-0} == 1 ]]; then
     --vllm-args enforce_eager=true)
 fi
 
+failed=0
 log() { # name, command: its lines of results, and how it ended
   local log=$OUT/$1.log status
   shift
@@ -36,12 +42,13 @@ log() { # name, command: its lines of results, and how it ended
   status=$?
   echo "== $(basename "$log" .log): exit status $status; python $*"
   grep -E "^(rollout|bare|whole|trl) .*_s |measured result|^(plain|products|[0-9]+, )|rows differ|\[step\]|max_memory_alloc|error: " "$log"
-  [[ $status == 0 ]] || tail -n 3 "$log"
+  [[ $status == 0 ]] || { failed=1; tail -n 3 "$log"; }
 }
 
 for model in "qwen2.5-1.5b-untied q15u" "qwen2.5-1.5b q15"; do
   read -r shape name <<<"$model"
   [[ -e $OUT/$name ]] || log "$name" tools/random_model.py "$shape" "${SHAPE[@]}" --out "$OUT/$name" --tokenizer "$TOKENIZER"
+  [[ $failed == 0 ]] || exit 1
 done
 BENCH=(tools/bench_step.py) TIED=(--hf-model "$OUT/q15" --output-dir "$OUT/bench")
 MEMORY=(--hf-model "$OUT/q15" --train-data examples/data/topics.jsonl --reward length --max-prompt-length 64 --kl-coef 0.01
@@ -84,9 +91,5 @@ hf() {
   log hf "${BENCH[@]}" rollout "${TIED[@]}" "${BATCH[@]}" $STEP_TOKENS --rollout-batch-size 8 --rollout-backend hf --repeats 1
 }
 
-for part in $PARTS; do
-  case $part in
-    step | logprobs | rollout | memory | estimate | trl | spread | hf) $part ;;
-    *) echo "one_gpu.sh: $part is no part" >&2; exit 2 ;;
-  esac
-done
+for part in $PARTS; do "$part"; done
+exit $failed

@@ -105,15 +105,13 @@ def measured(run: Callable[[], None], repeats: int) -> float:
 def ceiling_tflops() -> float:
     """Of square bfloat16 products, the fastest of five rounds: what the machine gives in these minutes."""
     size, device = (8192, "cuda") if platform.device_type() == "cuda" else (512, "cpu")
-    factor, best = torch.randn(size, size, device=device, dtype=torch.bfloat16), float("inf")
-    for _ in range(5):
-        platform.synchronize()
-        started = time.perf_counter()
+    factor = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+
+    def products() -> None:
         for _ in range(20):
             factor @ factor
-        platform.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return 20 * 2 * size**3 / best / 1e12
+
+    return 20 * 2 * size**3 / measured(products, 5) / 1e12
 
 
 def random_batch(hf: HFConfig, lengths: Sequence[int]) -> Batch:
@@ -157,8 +155,8 @@ def update(args: Any) -> dict[str, Any]:
         "step_s": seconds,
         "step_tok_s": sum(lengths) / seconds / topology.world_size,
         "step_tflops": 3 * flops / seconds / 1e12,
-        "ceiling_tflops": ceiling_tflops(),
         "peak_gb": platform.max_memory_allocated() / 1e9,
+        "ceiling_tflops": ceiling_tflops(),
         "first_grad_norm": norms[0],
     }
 
